@@ -1,0 +1,16 @@
+"""Strict mode for every test: 8 CPU devices, no silent promotion, no NaN. Runs before jax is imported."""
+
+import os
+import sys
+
+if "jax" in sys.modules:
+  raise RuntimeError("jax was imported before tests/conftest.py could force 8 CPU devices")
+os.environ["JAX_PLATFORMS"] = "cpu"
+flag = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+
+import jax
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_debug_nans", True)
