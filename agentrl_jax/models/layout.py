@@ -1,7 +1,8 @@
 """Name and layout maps as data: where each element of a published tensor lives in our weight tree.
 
-Everything is a hyperrectangle map: rename, transpose, slice, fuse along an axis, unstack layers or experts,
-tie (one source, several rules). There are no callables, so a rule can be printed, inverted and planned over.
+Everything is a hyperrectangle map: rename, transpose, slice, fuse along an axis, unstack layers or
+experts, tie (one source, several rules). There are no callables, so a rule can be printed, inverted and
+planned over.
 """
 
 import math
@@ -16,8 +17,8 @@ Box = tuple[tuple[int, int], ...]  # half-open [start, stop) on each axis
 class Piece(NamedTuple):
   """A box of one source tensor that becomes a box of the destination's view.
 
-  Axis i of the view is source axis `perm[i]`; a source axis that `perm` leaves out (the stacked layer, the
-  expert) has extent one in `src_box`.
+  Axis i of the view is source axis `perm[i]`; a source axis that `perm` leaves out (the stacked layer,
+  the expert) has extent one in `src_box`.
   """
 
   src: str  # path in the weight tree, "layers.attention.query"
@@ -27,8 +28,11 @@ class Piece(NamedTuple):
 
 
 class Rule(NamedTuple):
-  """How one published tensor is made. `view` is `shape` with axes split (same elements in row-major order)
-  so that every piece is a box: a [heads * head_dim, embed] matrix has the view [heads, head_dim, embed]."""
+  """How one published tensor is made.
+
+  `view` is `shape` with axes split (same elements in row-major order) so that every piece is a box: a
+  [heads * head_dim, embed] matrix has the view [heads, head_dim, embed].
+  """
 
   dst: str  # published name, "model.layers.3.self_attn.q_proj.weight"
   shape: tuple[int, ...]
@@ -60,10 +64,10 @@ def rule(
   perm: Sequence[int] | None = None,
   shape: Sequence[int] | None = None,
 ) -> Rule:
-  """One published tensor from one source: take `src[index]`, transpose by `perm`, merge axes to `shape`.
+  """One published tensor from one source: `src[index]`, transposed by `perm`, axes merged to `shape`.
 
-  `perm` counts the axes that are left after `index` (identity if None), `shape` is the published shape (that
-  of the transposed source if None).
+  `perm` counts the axes that are left after `index` (identity if None), `shape` is the published shape
+  (that of the transposed source if None).
   """
   lead = len(index)
   perm = tuple(range(len(src_shape) - lead)) if perm is None else tuple(perm)
@@ -76,7 +80,7 @@ def rule(
 
 
 def check(rule: Rule, sources: Mapping[str, tuple[int, ...]]) -> None:
-  """Raises ValueError, naming the tensor, unless the pieces cover the view exactly once from real sources."""
+  """Raises ValueError, naming the tensor, unless real sources cover the view exactly once."""
   if math.prod(rule.shape) != math.prod(rule.view):
     raise ValueError(
       f"{rule.dst}: view {rule.view} does not have the elements of shape {rule.shape}"
@@ -94,7 +98,8 @@ def check(rule: Rule, sources: Mapping[str, tuple[int, ...]]) -> None:
       size[axis] != 1 for axis in set(range(len(shape))) - set(piece.perm)
     ):
       raise ValueError(
-        f"{rule.dst}: {piece.src}{piece.src_box} permuted by {piece.perm} does not fit {piece.dst_box}"
+        f"{rule.dst}: {piece.src}{piece.src_box} permuted by {piece.perm} does not fit "
+        f"{piece.dst_box}"
       )
   boxes = [piece.dst_box for piece in rule.pieces]
   for i, box in enumerate(boxes):
@@ -129,7 +134,7 @@ def invert(rule: Rule, published: np.ndarray, weights: Mapping[str, np.ndarray])
   for piece in rule.pieces:
     part = _permuted(
       weights[piece.src][slices(piece.src_box)], piece.perm
-    )  # a view: assignment writes through
+    )  # a view: this writes through
     part[...] = view[slices(piece.dst_box)]
 
 
