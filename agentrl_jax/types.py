@@ -34,7 +34,9 @@ class TrajectoryBatch:
 
   tokens: Int[Array, "B T"]
   position: Int[Array, "B T"]  # within the sample, from 0; rope and causality read this
-  sample: Int[Array, "B T"]  # one contiguous token stream in the batch: the unit that attends to itself
+  sample: Int[
+    Array, "B T"
+  ]  # one contiguous token stream in the batch: the unit that attends to itself
   traj: Int[Array, "B T"]  # in [0, R)
   turn: Int[Array, "B T"]  # in [0, U), unique in the batch; -1 outside the policy's turns
   action: Bool[Array, "B T"]  # sampled by the policy, so may carry loss
@@ -43,7 +45,9 @@ class TrajectoryBatch:
   turn_reward: Float[Array, "U"]  # outcome reward sits on the last turn
   turn_traj: Int[Array, "U"]  # turns of a trajectory in order
   traj_group: Int[Array, "R"]  # -1 on padding and on unscored (faulted) trajectories
-  traj_truncated: Bool[Array, "R"]  # cut by a limit: bootstrap from its sentinel; terminated: do not
+  traj_truncated: Bool[
+    Array, "R"
+  ]  # cut by a limit: bootstrap from its sentinel; terminated: do not
 
 
 @flax.struct.dataclass

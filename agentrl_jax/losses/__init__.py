@@ -1,0 +1,1 @@
+"""Losses as compositions of five slots: advantage, ratio, surrogate, penalty, weight."""

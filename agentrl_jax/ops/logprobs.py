@@ -118,7 +118,9 @@ def _compact_backward(temperature, chunk, residuals, cotangents):
     log_p = logits - take(lse)[..., None]
     g, h = take(g_logp)[..., None], take(g_entropy)[..., None]
     hit = jnp.arange(logits.shape[-1])[None, None, :] == take(target)[..., None]
-    d_logits = jnp.where(hit, g, 0.0) - jnp.exp(log_p) * (g + h * (log_p + take(entropy)[..., None]))
+    d_logits = jnp.where(hit, g, 0.0) - jnp.exp(log_p) * (
+      g + h * (log_p + take(entropy)[..., None])
+    )
     d_logits = jnp.where(take(valid)[..., None], d_logits, 0.0) / np.float32(temperature)
     d_logits = d_logits.astype(hidden.dtype)
     d_head += jnp.einsum("bcd,bcv->dv", picked, d_logits, preferred_element_type=jnp.float32)

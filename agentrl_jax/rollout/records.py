@@ -51,8 +51,12 @@ class Segment:
   kind: Kind
   ids: Ids
   turn: int = -1
-  logp: np.ndarray | None = None  # float32 [n], natural log at the sampling temperature; actions only
-  version: np.ndarray | None = None  # int32 [n], weight version that sampled each token; actions only
+  logp: np.ndarray | None = (
+    None  # float32 [n], natural log at the sampling temperature; actions only
+  )
+  version: np.ndarray | None = (
+    None  # int32 [n], weight version that sampled each token; actions only
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +108,9 @@ class Sample:
   @property
   def ids(self) -> Ids:
     """All tokens, int32 [n]."""
-    return np.concatenate([s.ids for s in self.segments]) if self.segments else np.zeros(0, np.int32)
+    return (
+      np.concatenate([s.ids for s in self.segments]) if self.segments else np.zeros(0, np.int32)
+    )
 
   def column(self, name: str) -> np.ndarray:
     """Per-token `turn` (int32, -1 elsewhere), `action` (bool), `logp` (float32, 0) or `version` (-1)."""
@@ -156,7 +162,9 @@ class Episode:
         f"episode {self.trajectory_id}: reward of turn {bad[0]} is {self.turn_rewards[bad[0]]}"
       )
     if (self.outcome is Outcome.FAULT) != (self.fault is not None):
-      raise ValueError(f"episode {self.trajectory_id}: outcome {self.outcome} with fault {self.fault}")
+      raise ValueError(
+        f"episode {self.trajectory_id}: outcome {self.outcome} with fault {self.fault}"
+      )
 
   @property
   def reward(self) -> float:
@@ -200,17 +208,23 @@ def from_json(line: str) -> Episode:
   try:
     data = json.loads(line)
     samples = tuple(
-      Sample(**(s | {"segments": tuple(_segment(x) for x in s["segments"])})) for s in data["samples"]
+      Sample(**(s | {"segments": tuple(_segment(x) for x in s["segments"])}))
+      for s in data["samples"]
     )
-    return Episode(**(data | {
-      "task": Task(**data["task"]),
-      "samples": samples,
-      "reward_parts": tuple(data["reward_parts"]),
-      "turn_rewards": tuple(data["turn_rewards"]),
-      "outcome": Outcome(data["outcome"]),
-      "fault": Fault(**data["fault"]) if data["fault"] else None,
-      "text": tuple(data["text"]),
-    }))
+    return Episode(
+      **(
+        data
+        | {
+          "task": Task(**data["task"]),
+          "samples": samples,
+          "reward_parts": tuple(data["reward_parts"]),
+          "turn_rewards": tuple(data["turn_rewards"]),
+          "outcome": Outcome(data["outcome"]),
+          "fault": Fault(**data["fault"]) if data["fault"] else None,
+          "text": tuple(data["text"]),
+        }
+      )
+    )
   except (KeyError, TypeError, json.JSONDecodeError) as error:
     raise ValueError(f"not an episode record: {error!r}") from error
 
@@ -227,13 +241,19 @@ def _segment(data: Mapping[str, Any]) -> Segment:
 
 
 def _vector(
-  value: np.ndarray | Sequence[float] | None, dtype: type, where: str, name: str, size: int | None = None
+  value: np.ndarray | Sequence[float] | None,
+  dtype: type,
+  where: str,
+  name: str,
+  size: int | None = None,
 ) -> np.ndarray:
   if value is None:
     raise ValueError(f"{where}: {name} is missing")
   array = np.asarray(value)
   if array.ndim != 1 or (size is not None and len(array) != size):
-    raise ValueError(f"{where}: {name} has shape {array.shape}, expected ({size if size is not None else 'n'},)")
+    raise ValueError(
+      f"{where}: {name} has shape {array.shape}, expected ({size if size is not None else 'n'},)"
+    )
   if np.issubdtype(dtype, np.integer) and array.size and not np.issubdtype(array.dtype, np.integer):
     raise ValueError(f"{where}: {name} has dtype {array.dtype}, expected integers")
   return array.astype(dtype)

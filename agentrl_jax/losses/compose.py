@@ -1,0 +1,56 @@
+"""Composes slots into a loss: a plain weighted sum over tokens, plus the metrics of its parts."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from agentrl_jax.ops.stats import add_metrics, k3, masked
+from agentrl_jax.types import (
+  LossBatch,
+  LossFn,
+  Metric,
+  Metrics,
+  PenaltyFn,
+  PolicyEval,
+  RatioFn,
+  SurrogateFn,
+)
+
+
+def policy_loss(ratio: RatioFn, surrogate: SurrogateFn, *penalties: PenaltyFn) -> LossFn:
+  """sum_t weight_t (surrogate(ratio(logp - old_logp), advantage) + penalties)_t.
+
+  Tokens of weight 0 are never read, in value or gradient.
+  """
+
+  def loss(policy: PolicyEval, batch: LossBatch) -> tuple[Float[Array, ""], Metrics]:
+    weight, action = batch.weight, batch.traj.action
+    live = action & (weight != 0)
+    old = jnp.where(action, batch.aux.old_logp, 0.0)
+    token_log_ratio = jnp.where(action, policy.logp, 0.0) - old
+    log_ratio = jnp.where(live, ratio(token_log_ratio, batch), 0.0)
+    per_token, clipped = surrogate(log_ratio, jnp.where(live, batch.credit.advantage, 0.0))
+    for penalty in penalties:
+      per_token += penalty(policy, batch)
+    total = jnp.where(live, weight * jnp.where(live, per_token, 0.0), 0.0).sum()
+    return total, {
+      "clip_fraction": masked(clipped, live),
+      "entropy": masked(policy.entropy, live),
+      "kl_old": masked(k3(token_log_ratio), live),
+    }
+
+  return loss
+
+
+def add(*losses: LossFn) -> LossFn:
+  """The sum of losses; metrics of the same name are pooled."""
+
+  def loss(policy: PolicyEval, batch: LossBatch) -> tuple[Float[Array, ""], Metrics]:
+    total, metrics = jnp.zeros((), jnp.float32), dict[str, Metric]()
+    for part in losses:
+      value, found = part(policy, batch)
+      total += value
+      for name, metric in found.items():
+        metrics[name] = add_metrics(metrics[name], metric) if name in metrics else metric
+    return total, metrics
+
+  return loss
