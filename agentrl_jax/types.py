@@ -1,10 +1,10 @@
 """The pytrees and function types that the device side is composed of; no logic.
 
-Axis letters: B packed rows, T positions, R trajectories, U turns, G groups. Everything at position t is
-about token t itself: `logp[b, t]` is the log-probability *of* `tokens[b, t]`.
+Axis letters: B packed rows, T positions, R trajectories, U turns, G groups. Everything at position
+t is about token t itself: `logp[b, t]` is the log-probability *of* `tokens[b, t]`.
 
-Three policies, three names everywhere: *behavior* sampled the tokens (engine), *old* is the trainer at the
-start of the step, *policy* is being differentiated.
+Three policies, three names everywhere: *behavior* sampled the tokens (engine), *old* is the
+trainer at the start of the step, *policy* is being differentiated.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,8 +28,8 @@ Metrics = Mapping[str, Metric]
 class TrajectoryBatch:
   """Packed rollouts. Labels are -1 on padding; a trajectory lies within one micro-batch of rows.
 
-  Each truncated trajectory carries one non-action sentinel position after its last token (same `traj`,
-  `turn` -1): a critic's value there is what estimators bootstrap from.
+  Each truncated trajectory carries one non-action sentinel position after its last token (same
+  `traj`, `turn` -1): a critic's value there is what estimators bootstrap from.
   """
 
   tokens: Int[Array, "B T"]

@@ -1,6 +1,8 @@
-"""Advantage slot: `(TrajectoryBatch, Aux) -> Credit`, made once on the whole batch, without gradient.
+"""Advantage slot: `(TrajectoryBatch, Aux) -> Credit`, made once on the whole batch, without
+gradient.
 
-Statistics run over scored trajectories, one vote each however many rows, turns or samples they occupy.
+Statistics run over scored trajectories, one vote each however many rows, turns or samples they
+occupy.
 """
 
 from collections.abc import Callable
@@ -18,7 +20,9 @@ GroupScale = Callable[[Float[Array, "R"], Float[Array, "R"], Float[Array, "R"]],
 
 
 def by_std(eps: float = 1e-6) -> GroupScale:
-  """Divide by the group's sample standard deviation (ddof 1) plus `eps` (GRPO, arXiv 2402.03300)."""
+  """Divide by the group's sample standard deviation (ddof 1) plus `eps` (GRPO, arXiv
+  2402.03300).
+  """
 
   def scale(square_sum, count, mean):
     del mean
@@ -38,7 +42,8 @@ def unscaled() -> GroupScale:
 
 
 def group_relative(scale: GroupScale | None = None) -> AdvantageFn:
-  """Return minus the mean return of the task's scored group, divided by `scale` (default `by_std()`).
+  """Return minus the mean return of the task's scored group, divided by `scale` (default
+  `by_std()`).
 
   A group of one and a group of equal rewards get exactly 0.
   """

@@ -1,4 +1,6 @@
-"""Penalty slot: `(PolicyEval, LossBatch) -> [B T]`, added to the surrogate under the same weight."""
+"""Penalty slot: `(PolicyEval, LossBatch) -> [B T]`, added to the surrogate under the same
+weight.
+"""
 
 from collections.abc import Callable
 
@@ -12,7 +14,9 @@ Estimator = Callable[[Float[Array, "B T"]], Float[Array, "B T"]]
 
 
 def kl_to_ref(coef: float, estimator: Estimator = k3) -> PenaltyFn:
-  """coef x KL estimate of the policy to the reference, from delta = logp - ref_logp (needs `ref_logp`)."""
+  """coef x KL estimate of the policy to the reference, from delta = logp - ref_logp (needs
+  `ref_logp`).
+  """
 
   def penalty(policy: PolicyEval, batch: LossBatch) -> Float[Array, "B T"]:
     if batch.aux.ref_logp is None:

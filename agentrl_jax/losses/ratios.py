@@ -12,7 +12,9 @@ def per_token() -> RatioFn:
 
 
 def at_scale(scale: Scale) -> RatioFn:
-  """Geometric mean of the unit's token ratios, the same on each of its tokens (GSPO, arXiv 2507.18071)."""
+  """Geometric mean of the unit's token ratios, the same on each of its tokens (GSPO, arXiv
+  2507.18071).
+  """
 
   def ratio(log_ratio: Float[Array, "B T"], batch: LossBatch) -> Float[Array, "B T"]:
     units = scale(batch.traj)

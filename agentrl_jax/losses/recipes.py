@@ -11,7 +11,9 @@ from agentrl_jax.types import Algorithm
 
 
 def grpo(*, low: float = 0.2, high: float = 0.28, kl: float = 0.0) -> Algorithm:
-  """GRPO (arXiv 2402.03300, eq. 3) with DAPO's asymmetric clip and token mean (arXiv 2503.14476)."""
+  """GRPO (arXiv 2402.03300, eq. 3) with DAPO's asymmetric clip and token mean (arXiv
+  2503.14476).
+  """
   penalties = [kl_to_ref(kl)] if kl else []
   return Algorithm(
     group_relative(),
@@ -28,7 +30,9 @@ def dr_grpo(*, length: float, low: float = 0.2, high: float = 0.2) -> Algorithm:
 
 
 def gspo(*, low: float = 3e-4, high: float = 4e-4) -> Algorithm:
-  """GSPO (arXiv 2507.18071, eq. 5): the ratio is compared and clipped once for the whole trajectory."""
+  """GSPO (arXiv 2507.18071, eq. 5): the ratio is compared and clipped once for the whole
+  trajectory.
+  """
   return Algorithm(group_relative(), mean_over(TRAJ), policy_loss(at_scale(TRAJ), clip(low, high)))
 
 

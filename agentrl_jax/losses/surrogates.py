@@ -12,7 +12,9 @@ from agentrl_jax.types import SurrogateFn
 
 
 def reinforce(cap: float = float("inf")) -> SurrogateFn:
-  """-sg[min(r, cap)] A d: importance-weighted REINFORCE; the gradient never dies, only its weight is capped."""
+  """-sg[min(r, cap)] A d: importance-weighted REINFORCE; the gradient never dies, only its weight
+  is capped.
+  """
 
   def surrogate(log_ratio, advantage):
     # Without stop_gradient the weight's own gradient would double the score function off-policy.
@@ -23,7 +25,8 @@ def reinforce(cap: float = float("inf")) -> SurrogateFn:
 
 
 def clip(low: float = 0.2, high: float = 0.2, dual: float | None = None) -> SurrogateFn:
-  """-min(r A, clip(r, 1 - low, 1 + high) A) (PPO, arXiv 1707.06347; asymmetric as in DAPO, 2503.14476).
+  """-min(r A, clip(r, 1 - low, 1 + high) A) (PPO, arXiv 1707.06347; asymmetric as in DAPO,
+  2503.14476).
 
   With `dual` = c > 1 the loss of a negative advantage is at most -c A (arXiv 1912.09729).
 

@@ -1,4 +1,5 @@
-"""Weight slot: `(TrajectoryBatch, Aux, Credit) -> [B T]`, every denominator of the loss, on the whole batch.
+"""Weight slot: `(TrajectoryBatch, Aux, Credit) -> [B T]`, every denominator of the loss, on the
+whole batch.
 
 The loss is a plain weighted sum, so micro-batches, hosts and packings add exactly.
 """
@@ -12,7 +13,9 @@ from agentrl_jax.types import Aux, Credit, TrajectoryBatch, WeightFn
 
 
 def mean_over(scale: Scale) -> WeightFn:
-  """Mean over units of the mean over each unit's tokens: 1 / (units x tokens of the unit); sums to 1."""
+  """Mean over units of the mean over each unit's tokens: 1 / (units x tokens of the unit); sums to
+  1.
+  """
 
   def weight(batch: TrajectoryBatch, aux: Aux, credit: Credit) -> Float[Array, "B T"]:
     del aux, credit

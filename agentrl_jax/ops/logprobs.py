@@ -1,7 +1,9 @@
-"""Hidden states and an unembedding become log-probs and entropies of given tokens, never a [B, T, V] array.
+"""Hidden states and an unembedding become log-probs and entropies of given tokens, never a [B, T,
+V] array.
 
-The only next-token shift of the code base is here. Only positions that are asked for cost anything: they are
-moved to the front of each row, and a loop over chunks of columns ends where the fullest row ends.
+The only next-token shift of the code base is here. Only positions that are asked for cost
+anything: they are moved to the front of each row, and a loop over chunks of columns ends where the
+  fullest row ends.
 """
 
 import functools
@@ -27,15 +29,15 @@ def token_logprobs(
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
   """Log-prob of each masked token and the entropy of the distribution it was drawn from.
 
-  The distribution of `tokens[b, t]` is softmax(hidden[b, t - 1] @ unembedding / temperature), over the whole
-  vocabulary, in float32.
+  The distribution of `tokens[b, t]` is softmax(hidden[b, t - 1] @ unembedding / temperature), over
+  the whole vocabulary, in float32.
 
   Args:
     hidden: final hidden states, after the last norm.
     unembedding: output head; may be sharded over V.
     tokens: the token stream.
-    sample: ids of contiguous streams, -1 on padding; the first token of a stream has no predecessor.
-    mask: which tokens are wanted.
+    sample: ids of contiguous streams, -1 on padding; the first token of a stream has no
+    predecessor. mask: which tokens are wanted.
     temperature: the sampling temperature, > 0.
     chunk: columns a loop step handles (default: what keeps its logits within CHUNK_ELEMENTS).
 

@@ -1,6 +1,7 @@
 """A scale is an id array: token, turn, trajectory and group are partitions of the policy's tokens.
 
-Every "X at level Y" is a segment sum over ids and a gather back, so packed and unpacked rows are one code.
+Every "X at level Y" is a segment sum over ids and a gather back, so packed and unpacked rows are
+one code.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,9 @@ from agentrl_jax.types import TrajectoryBatch
 
 
 class Partition(NamedTuple):
-  """Units of the policy's tokens. `ids` are in [0, size), -1 for tokens in no unit; `size` is static."""
+  """Units of the policy's tokens. `ids` are in [0, size), -1 for tokens in no unit; `size` is
+  static.
+  """
 
   ids: Int[Array, "B T"]
   size: int
@@ -23,24 +26,24 @@ class Partition(NamedTuple):
 Scale = Callable[[TrajectoryBatch], Partition]
 
 
-def TOKEN(batch: TrajectoryBatch) -> Partition:  # noqa: N802 - scales read as constants
+def TOKEN(batch: TrajectoryBatch) -> Partition:
   """Every sampled token is a unit of its own."""
   rows, length = batch.tokens.shape
   ids = jnp.arange(rows * length, dtype=jnp.int32).reshape(rows, length)
   return Partition(jnp.where(batch.action, ids, -1), rows * length)
 
 
-def TURN(batch: TrajectoryBatch) -> Partition:  # noqa: N802
+def TURN(batch: TrajectoryBatch) -> Partition:
   """One engine call is a unit."""
   return Partition(jnp.where(batch.action, batch.turn, -1), batch.turn_reward.shape[0])
 
 
-def TRAJ(batch: TrajectoryBatch) -> Partition:  # noqa: N802
+def TRAJ(batch: TrajectoryBatch) -> Partition:
   """One episode is a unit, however many rows or samples it occupies."""
   return Partition(jnp.where(batch.action, batch.traj, -1), batch.traj_group.shape[0])
 
 
-def GROUP(batch: TrajectoryBatch) -> Partition:  # noqa: N802
+def GROUP(batch: TrajectoryBatch) -> Partition:
   """All scored episodes of one task are a unit."""
   traj = TRAJ(batch)
   return Partition(jnp.where(traj.ids >= 0, batch.traj_group[traj.ids], -1), traj.size)

@@ -25,7 +25,9 @@ def mean(metric: Metric) -> Float[Array, ""]:
 
 
 def k1(delta: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-  """KL(policy || other) estimate from delta = logp - other: unbiased, high variance, as a loss gradient 0."""
+  """KL(policy || other) estimate from delta = logp - other: unbiased, high variance, as a loss
+  gradient 0.
+  """
   return delta
 
 
@@ -45,7 +47,9 @@ def k3(delta: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 def effective_sample_share(
   weight: Float[Array, "*shape"], mask: Bool[Array, "*shape"]
 ) -> Float[Array, ""]:
-  """(mean w)^2 / mean(w^2) over `mask`: 1 when all weights are equal, 0 when nothing is masked in."""
+  """(mean w)^2 / mean(w^2) over `mask`: 1 when all weights are equal, 0 when nothing is masked
+  in.
+  """
   w = jnp.where(mask, weight, 0.0)
   squares = jnp.square(w).sum() * jnp.maximum(mask.sum(dtype=jnp.float32), 1.0)
   return jnp.square(w.sum()) / jnp.where(squares > 0, squares, 1.0)

@@ -1,8 +1,9 @@
-"""Host-side records of what was sampled: token ids are truth and every length is checked once, here.
+"""Host-side records of what was sampled: token ids are truth and every length is checked once,
+here.
 
-A `Sample` is one token stream: prompt, then actions interleaved with observations and template glue. An
-`Episode` is one run of an environment: usually one sample, several when a context edit forced a fork.
-Nothing here re-encodes text, and no other constructor of a sample exists.
+A `Sample` is one token stream: prompt, then actions interleaved with observations and template
+glue. An `Episode` is one run of an environment: usually one sample, several when a context edit
+forced a fork. Nothing here re-encodes text, and no other constructor of a sample exists.
 """
 
 import dataclasses
@@ -64,8 +65,9 @@ class Sample:
   """One token stream.
 
   Raises:
-    ValueError: naming the sample, turn and position, when lengths differ, an id is outside the vocabulary,
-      turns do not increase, an action lacks a finite log-prob <= 1e-6, or another segment has one.
+    ValueError: naming the sample, turn and position, when lengths differ, an id is outside the
+      vocabulary, turns do not increase, an action lacks a finite log-prob <= 1e-6, or another
+      segment has one.
   """
 
   segments: tuple[Segment, ...]
@@ -113,7 +115,9 @@ class Sample:
     )
 
   def column(self, name: str) -> np.ndarray:
-    """Per-token `turn` (int32, -1 elsewhere), `action` (bool), `logp` (float32, 0) or `version` (-1)."""
+    """Per-token `turn` (int32, -1 elsewhere), `action` (bool), `logp` (float32, 0) or `version`
+    (-1).
+    """
     parts = [_column(s, name) for s in self.segments]
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
@@ -130,8 +134,8 @@ class Fault:
 class Episode:
   """One run of one environment, scored or faulted.
 
-  `reward_parts[k]` are the named parts caused by turn k and `turn_rewards[k]` their combined scalar; both
-  have one entry a turn. `text` keeps the messages for viewing only.
+  `reward_parts[k]` are the named parts caused by turn k and `turn_rewards[k]` their combined
+  scalar; both have one entry a turn. `text` keeps the messages for viewing only.
   """
 
   task: Task
