@@ -1,0 +1,99 @@
+"""What a run says: a jsonl line, TensorBoard scalars and one line for a person, every step.
+
+Lines are flushed as they are made. After a resume, lines of steps that will be done again are
+dropped, so the file reads as one uninterrupted run.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from agentrl_jax.types import Metrics
+
+
+def to_floats(metrics: Metrics) -> dict[str, float]:
+  """Each metric's mean on the host; metrics that counted nothing are left out."""
+  counted = {name: m for name, m in metrics.items() if float(m.count)}
+  return {name: float(m.total) / float(m.count) for name, m in counted.items()}
+
+
+class MetricsWriter:
+  """Writes `metrics.jsonl` and TensorBoard events under a directory.
+
+  Args:
+    directory: the run's directory; made if absent.
+    resume_step: lines of this step and later ones are dropped first.
+  """
+
+  def __init__(self, directory: Path, *, resume_step: int = 0):
+    directory.mkdir(parents=True, exist_ok=True)
+    self.path = directory / "metrics.jsonl"
+    keep = [row for row in read_metrics(self.path) if row["step"] < resume_step]
+    partial = self.path.with_suffix(".partial")
+    partial.write_text("".join(json.dumps(row) + "\n" for row in keep))
+    partial.replace(self.path)
+    self._file = self.path.open("a")
+    self._events = EventFileWriter(str(directory / "tensorboard"))
+
+  def write(self, step: int, values: Mapping[str, float], *, wall_time: float) -> None:
+    """Appends one line; a value that is not finite is written as null, and kept out of
+    TensorBoard.
+    """
+    clean = {k: float(v) if math.isfinite(v) else None for k, v in values.items()}
+    self._file.write(json.dumps({"step": step, **clean}) + "\n")
+    self._file.flush()
+    scalars = [Summary.Value(tag=k, simple_value=v) for k, v in clean.items() if v is not None]
+    self._events.add_event(Event(wall_time=wall_time, step=step, summary=Summary(value=scalars)))
+    self._events.flush()
+
+  def close(self) -> None:
+    """Flushes and closes both files. Idempotent."""
+    self._file.close()
+    self._events.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+  """The rows of a metrics file, in order; a last line cut by a kill is left out."""
+  if not path.exists():
+    return []
+  lines = path.read_text().split("\n")
+  return [json.loads(line) for line in lines[:-1] if line]
+
+
+class Progressing:
+  """Progress bars on a terminal, and plain lines elsewhere; use as a context manager."""
+
+  def __init__(self, console: Console | None = None):
+    self.console = console or Console()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    self._bars = Progress(
+      *columns, TimeRemainingColumn(), console=self.console, disable=not self.console.is_terminal
+    )
+    self._tasks: dict[str, Any] = {}
+
+  def __enter__(self) -> "Progressing":
+    self._bars.start()
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._bars.stop()
+
+  def say(self, line: str) -> None:
+    """One line above the bars."""
+    self.console.print(line, markup=False, highlight=False)
+
+  def update(self, name: str, done: int, total: int) -> None:
+    """Moves the bar `name` to done / total; a bar that is full goes away, except the outermost."""
+    if name not in self._tasks:
+      self._tasks[name] = self._bars.add_task(name, total=total)
+    self._bars.update(self._tasks[name], completed=done, total=total)
+    if done >= total and len(self._tasks) > 1:
+      self._bars.remove_task(self._tasks.pop(name))
