@@ -1,4 +1,4 @@
-"""Strict mode for every test: 8 CPU devices, no silent promotion, no NaN. Runs before jax is imported."""
+"""Strict mode for every test: 8 CPU devices, no silent promotion, no NaN; set before jax loads."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 flag = "--xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
-import jax
+import jax  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -1,0 +1,49 @@
+"""The metrics file reads as one uninterrupted run, whatever was killed."""
+
+import json
+
+import jax.numpy as jnp
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from agentrl_jax.orchestrate.metrics import MetricsWriter, read_metrics, to_floats
+from agentrl_jax.types import Metric
+
+
+def test_to_floats_divides_and_drops_what_counted_nothing():
+  pair = lambda t, c: Metric(jnp.float32(t), jnp.float32(c))  # noqa: E731
+  assert to_floats({"a": pair(3.0, 4.0), "empty": pair(0.0, 0.0)}) == {"a": 0.75}
+
+
+def test_resume_drops_lines_that_will_be_written_again(tmp_path):
+  writer = MetricsWriter(tmp_path)
+  for step in range(4):
+    writer.write(step, {"loss": step / 2}, wall_time=float(step))
+  writer.close()
+  with (tmp_path / "metrics.jsonl").open("a") as file:
+    file.write('{"step": 4, "lo')  # a kill in the middle of a line
+  resumed = MetricsWriter(tmp_path, resume_step=2)
+  resumed.write(2, {"loss": 10.0, "bad": float("nan")}, wall_time=9.0)
+  resumed.close()
+  assert read_metrics(tmp_path / "metrics.jsonl") == [
+    {"step": 0, "loss": 0.0},
+    {"step": 1, "loss": 0.5},
+    {"step": 2, "loss": 10.0, "bad": None},
+  ]
+
+
+def test_tensorboard_reads_the_scalars_back(tmp_path):
+  writer = MetricsWriter(tmp_path)
+  writer.write(7, {"reward": 0.25}, wall_time=1.0)
+  writer.close()
+  (events,) = (tmp_path / "tensorboard").iterdir()
+  found = [
+    (
+      event.step,
+      value.tag,
+      value.tensor.float_val[0] if value.HasField("tensor") else value.simple_value,
+    )
+    for event in EventFileLoader(str(events)).Load()
+    for value in event.summary.value
+  ]
+  assert found == [(7, "reward", 0.25)]
+  assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 7, "reward": 0.25}
