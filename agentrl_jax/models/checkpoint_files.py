@@ -1,0 +1,177 @@
+"""A directory of safetensors files, read and written one tensor at a time.
+
+The format is the `safetensors` library's; its own writer wants every tensor's bytes in memory at
+once, so writing is done here: the header is known from shapes, and the data follow as they are
+produced.
+"""
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+import safetensors
+
+PathLike = str | os.PathLike[str]
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MAX_FILE_BYTES = 5_000_000_000  # as transformers splits its checkpoints
+
+DTYPE_NAMES = {
+  np.dtype(np.float32): "F32",
+  np.dtype(np.float16): "F16",
+  np.dtype(ml_dtypes.bfloat16): "BF16",
+}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+class TensorEntry(NamedTuple):
+  """One tensor to be written; `read` is called once, when its turn comes."""
+
+  name: str
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  read: Callable[[], np.ndarray]
+
+
+class TensorFiles:
+  """The tensors of one directory by name; opens each file once and reads only what is asked for.
+
+  Raises:
+    FileNotFoundError: neither an index nor a single file is there, or the index names a missing
+      file.
+  """
+
+  def __init__(self, directory: PathLike):
+    self.directory = pathlib.Path(directory)
+    index, single = self.directory / INDEX_NAME, self.directory / SINGLE_NAME
+    if index.is_file():
+      names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    elif single.is_file():
+      names = [SINGLE_NAME]
+    else:
+      raise FileNotFoundError(
+        f"{self.directory}: expected {SINGLE_NAME} or {INDEX_NAME}, found neither"
+      )
+    self._files = {}
+    for name in names:
+      path = self.directory / name
+      if not path.is_file():
+        raise FileNotFoundError(f"{path}: named by {INDEX_NAME} but missing")
+      handle = safetensors.safe_open(path, framework="numpy")
+      self._files |= {tensor: handle for tensor in handle.keys()}  # noqa: SIM118 (not a mapping)
+
+  def names(self) -> set[str]:
+    return set(self._files)
+
+  def shape(self, name: str) -> tuple[int, ...]:
+    return tuple(self._files[name].get_slice(name).get_shape())
+
+  def dtype(self, name: str) -> np.dtype:
+    """Raises ValueError for a stored type other than float32, float16 and bfloat16."""
+    stored = self._files[name].get_slice(name).get_dtype()
+    if stored not in _DTYPES:
+      raise ValueError(
+        f"{self.directory}: {name} is stored as {stored}, expected {sorted(_DTYPES)}"
+      )
+    return _DTYPES[stored]
+
+  def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+    """The box `index` of a tensor, in its stored dtype (the whole tensor by default)."""
+    self.dtype(name)
+    return self._files[name].get_slice(name)[index or ...]
+
+
+@contextlib.contextmanager
+def new_directory(directory: PathLike) -> Iterator[pathlib.Path]:
+  """A temporary sibling to fill, renamed to `directory` when the block ends without an error.
+
+  A reader sees the old directory, none, or the new one, never a mixture; a crash leaves only a
+  `.NAME.partial` sibling, which the next call removes.
+  """
+  final = pathlib.Path(directory).absolute()
+  partial, old = (final.with_name(f".{final.name}.{suffix}") for suffix in ("partial", "old"))
+  final.parent.mkdir(parents=True, exist_ok=True)
+  for leftover in (partial, old):
+    shutil.rmtree(leftover, ignore_errors=True)
+  partial.mkdir()
+  try:
+    yield partial
+  except BaseException:
+    shutil.rmtree(partial, ignore_errors=True)
+    raise
+  if final.exists():
+    final.rename(old)
+  partial.rename(final)
+  shutil.rmtree(old, ignore_errors=True)
+
+
+def write_tensors(
+  directory: PathLike, entries: Sequence[TensorEntry], *, max_file_bytes: int = MAX_FILE_BYTES
+) -> None:
+  """Writes `entries` as one file, or as several with an index when they exceed `max_file_bytes`.
+
+  Raises:
+    ValueError: a dtype that checkpoints do not hold, or a tensor that is not what its entry
+      declares.
+  """
+  directory = pathlib.Path(directory)
+  groups: list[list[TensorEntry]] = [[]]
+  filled = 0
+  for entry in entries:
+    if entry.dtype not in DTYPE_NAMES:
+      expected = sorted(DTYPE_NAMES.values())
+      raise ValueError(f"{entry.name}: cannot store dtype {entry.dtype}, expected {expected}")
+    if groups[-1] and filled + _nbytes(entry) > max_file_bytes:
+      groups.append([])
+      filled = 0
+    groups[-1].append(entry)
+    filled += _nbytes(entry)
+  if len(groups) == 1:
+    _write_file(directory / SINGLE_NAME, groups[0])
+    return
+  weight_map = {}
+  for number, group in enumerate(groups, start=1):
+    name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+    _write_file(directory / name, group)
+    weight_map |= {entry.name: name for entry in group}
+  total = sum(map(_nbytes, entries))
+  index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+  (directory / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _nbytes(entry: TensorEntry) -> int:
+  return math.prod(entry.shape) * entry.dtype.itemsize
+
+
+def _write_file(path: pathlib.Path, entries: Sequence[TensorEntry]) -> None:
+  header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+  offset = 0
+  for entry in entries:
+    end = offset + _nbytes(entry)
+    header[entry.name] = {
+      "dtype": DTYPE_NAMES[entry.dtype],
+      "shape": entry.shape,
+      "data_offsets": [offset, end],
+    }
+    offset = end
+  encoded = json.dumps(header).encode()
+  encoded += b" " * (-len(encoded) % 8)  # the data begin at a multiple of eight
+  with path.open("wb") as file:
+    file.write(len(encoded).to_bytes(8, "little") + encoded)
+    for entry in entries:
+      array = entry.read()
+      if array.shape != entry.shape or array.dtype != entry.dtype:
+        raise ValueError(
+          f"{entry.name}: got {array.dtype}{array.shape}, declared {entry.dtype}{entry.shape}"
+        )
+      file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,193 @@
+"""Hugging Face directories in and out: config.json to a model, safetensors to our tree by the
+model's rules.
+
+Weights are read and written one array at a time, and of a sharded array only this host's part is
+read, so a model is never in memory twice.
+"""
+
+import json
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from agentrl_jax.models import llama
+from agentrl_jax.models.checkpoint_files import (
+  PathLike,
+  TensorEntry,
+  TensorFiles,
+  new_directory,
+  write_tensors,
+)
+from agentrl_jax.models.model import Model, ParamSpec, Rule, Weights, is_spec, parameter_path
+
+_ARCHITECTURES: Mapping[str, Callable[[Mapping[str, Any]], Model]] = {
+  "LlamaForCausalLM": llama.from_hf,
+}
+_DERIVED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints hold and configurations imply
+_COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja")  # tokenizer and generation settings
+
+
+def load_model(directory: PathLike) -> Model:
+  """The model that `config.json` describes.
+
+  Raises:
+    FileNotFoundError: no such directory, or no config.json in it.
+    ValueError: an unknown architecture, or a configuration field not supported, by name.
+  """
+  path = pathlib.Path(directory) / "config.json"
+  if not path.is_file():
+    raise FileNotFoundError(
+      f"{directory}: expected a Hugging Face model directory with config.json"
+    )
+  fields = json.loads(path.read_text())
+  architectures = fields.get("architectures") or []
+  known = [name for name in architectures if name in _ARCHITECTURES]
+  if not known:
+    raise ValueError(
+      f"{path}: architectures {architectures} are not supported, expected {list(_ARCHITECTURES)}"
+    )
+  try:
+    return _ARCHITECTURES[known[0]](fields)
+  except ValueError as error:
+    raise ValueError(f"{path}: {error}") from error
+
+
+def load_weights(
+  model: Model, directory: PathLike, *, shardings: Any = None, dtype: Any = jnp.float32
+) -> Weights:
+  """The weights of `directory` as arrays of `dtype`, made under `shardings` where given.
+
+  Args:
+    shardings: a tree as `models.sharding.shardings` makes; the default device otherwise.
+
+  Raises:
+    FileNotFoundError: no safetensors files.
+    ValueError: tensors missing, left over, or of another shape or stored type than expected, by
+      name.
+  """
+  files = TensorFiles(directory)
+  _check(model, files)
+  tree = jax.tree.structure(model.abstract(), is_leaf=is_spec)
+  count = tree.num_leaves
+  default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  placements = [default] * count if shardings is None else tree.flatten_up_to(shardings)
+  arrays = [
+    jax.make_array_from_callback(
+      spec.shape,
+      placement,
+      lambda index, s=spec, r=rule: _read_box(files, s, r, index, np.dtype(dtype)),
+    )
+    for (spec, rule), placement in zip(_pairs(model), placements, strict=True)
+  ]
+  return tree.unflatten(arrays)
+
+
+def save_weights(
+  model: Model,
+  weights: Weights,
+  directory: PathLike,
+  *,
+  dtype: Any = None,
+  copy_from: PathLike | None = None,
+) -> None:
+  """Writes a Hugging Face directory that transformers and SGLang load; it appears whole or not at
+  all.
+
+  Args:
+    dtype: to store; that of the weights by default.
+    copy_from: a model directory whose tokenizer and configuration files are copied.
+
+  Raises:
+    FileNotFoundError: `copy_from` has no config.json.
+  """
+  stored = np.dtype(dtype or jax.tree.leaves(weights)[0].dtype)
+  with new_directory(directory) as partial:
+    write_tensors(partial, list(_entries(model, weights, stored)))
+    fields = model.functions.to_hf(model.config)
+    if copy_from is not None:
+      fields = _copy_settings(pathlib.Path(copy_from), partial)
+    fields = {name: value for name, value in fields.items() if name != "dtype"}
+    fields["torch_dtype"] = stored.name
+    (partial / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def names(rule: Rule, spec: ParamSpec) -> tuple[str, ...]:
+  """The Hugging Face tensors that one array of ours holds, in the order of its leading axis."""
+  if "{layer}" not in rule.name:
+    return (rule.name,)
+  return tuple(rule.name.format(layer=layer) for layer in range(spec.shape[0]))
+
+
+def _pairs(model: Model) -> list[tuple[ParamSpec, Rule]]:
+  """Each weight with the rule that fills it, in tree order."""
+  rules = {rule.path: rule for rule in model.rules}
+  leaves, _ = jax.tree_util.tree_flatten_with_path(model.abstract(), is_leaf=is_spec)
+  return [(spec, rules[parameter_path(path)]) for path, spec in leaves]
+
+
+def _hf_shape(spec: ParamSpec, rule: Rule) -> tuple[int, ...]:
+  ours = spec.shape[len(spec.shape) - len(rule.perm) :]
+  return tuple(ours[axis] for axis in rule.perm)
+
+
+def _check(model: Model, files: TensorFiles) -> None:
+  """Raises ValueError when the checkpoint is not exactly what the model needs, before anything is
+  read.
+  """
+  expected = {
+    name: _hf_shape(spec, rule) for spec, rule in _pairs(model) for name in names(rule, spec)
+  }
+  found = {name for name in files.names() if not name.endswith(_DERIVED)}
+  if getattr(model.config, "tied", False):
+    found -= {"lm_head.weight"}  # a copy of the embedding that some tied checkpoints hold
+  for problem, wrong in (("missing", set(expected) - found), ("unknown", found - set(expected))):
+    if wrong:
+      listed = ", ".join(sorted(wrong)[:5]) + (", ..." if len(wrong) > 5 else "")
+      raise ValueError(f"{files.directory}: {len(wrong)} {problem} tensors: {listed}")
+  for name, shape in expected.items():
+    files.dtype(name)
+    if files.shape(name) != shape:
+      raise ValueError(f"{files.directory}: {name} has shape {files.shape(name)}, expected {shape}")
+
+
+def _read_box(
+  files: TensorFiles, spec: ParamSpec, rule: Rule, index: tuple[slice, ...], dtype: np.dtype
+) -> np.ndarray:
+  """The box `index` of our array, reading only the parts of the Hugging Face tensors inside it."""
+  stacked = "{layer}" in rule.name
+  inner = index[1:] if stacked else index
+  theirs = tuple(inner[axis] for axis in rule.perm)
+  back = tuple(np.argsort(rule.perm))
+  chosen = names(rule, spec)[index[0]] if stacked else names(rule, spec)
+  shape = [len(range(*part.indices(size))) for part, size in zip(index, spec.shape, strict=True)]
+  box = np.empty(shape, dtype)
+  for layer, name in enumerate(chosen):
+    (box[layer] if stacked else box)[...] = files.read(name, theirs).transpose(back)
+  return box
+
+
+def _entries(model: Model, weights: Weights, dtype: np.dtype) -> Iterator[TensorEntry]:
+  """Every Hugging Face tensor of the weights, each fetched to the host when its turn comes."""
+  for (spec, rule), array in zip(_pairs(model), jax.tree.leaves(weights), strict=True):
+    for layer, name in enumerate(names(rule, spec)):
+
+      def read(array: jax.Array = array, rule: Rule = rule, layer: int = layer) -> np.ndarray:
+        part = array[layer] if "{layer}" in rule.name else array
+        return np.asarray(part).transpose(rule.perm).astype(dtype)
+
+      yield TensorEntry(name, _hf_shape(spec, rule), dtype, read)
+
+
+def _copy_settings(source: pathlib.Path, target: pathlib.Path) -> dict[str, Any]:
+  """Copies what lies beside the weights and returns the fields of config.json."""
+  if not (source / "config.json").is_file():
+    raise FileNotFoundError(f"{source}: expected a model directory with config.json to copy from")
+  for path in sorted(source.iterdir()):
+    if path.suffix in _COPIED_SUFFIXES and not path.name.endswith(".index.json"):
+      shutil.copyfile(path, target / path.name)
+  return json.loads((source / "config.json").read_text())

@@ -1,0 +1,165 @@
+"""A model is a family's plain functions bound to one configuration; weights are a pytree described
+by its specs.
+
+`abstract()` is the one description of the weights: initial values, shardings and checkpoints follow
+from it.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+Weights = Any  # pytree of arrays, or of ParamSpec, of one family's `flax.struct` dataclasses
+Cache = Any  # pytree of arrays with the row axis first, one entry per layer
+Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]  # (key, shape, dtype)
+
+
+class ParamSpec(NamedTuple):
+  """One weight array before it exists."""
+
+  shape: tuple[int, ...]
+  dtype: Any
+  axes: tuple[str | None, ...]  # logical axis names, mapped to mesh axes by `models.sharding`
+  init: Initializer
+
+
+class Rule(NamedTuple):
+  """How one Hugging Face tensor lies in our tree: rename, stack and transpose, never a computation.
+
+  The tensor `name`, with `{layer}` replaced by l, is our array at `path` taken at index l of its
+  leading axis (the whole array where `name` has no `{layer}`), with its axes permuted: axis i of
+  the Hugging Face tensor is axis `perm[i]` of ours.
+  """
+
+  name: str
+  path: tuple[str, ...]
+  perm: tuple[int, ...]
+
+
+class Family(NamedTuple):
+  """The functions of one family; each takes its configuration first. Shapes as in `Model`."""
+
+  name: str
+  abstract: Callable[..., Weights]
+  forward: Callable[..., Array]
+  unembedding: Callable[..., Array]
+  init_cache: Callable[..., Cache]
+  decode: Callable[..., tuple[Array, Cache]]
+  rules: Callable[[Any], tuple[Rule, ...]]
+  to_hf: Callable[[Any], dict[str, Any]]  # the configuration as a config.json
+  units: Callable[
+    [Any], Mapping[str, int]
+  ]  # indivisible parts of a logical axis, where not its size
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """All that learner, sampler and transfer need to know of a model; hashable, so it may be static
+  in jit.
+  """
+
+  functions: Family
+  config: Any  # the family's frozen dataclass
+
+  @property
+  def family(self) -> str:
+    return self.functions.name
+
+  @property
+  def rules(self) -> tuple[Rule, ...]:
+    """The map between our tree and a Hugging Face checkpoint."""
+    return self.functions.rules(self.config)
+
+  @property
+  def units(self) -> Mapping[str, int]:
+    """Into how many parts a logical axis may be cut at most, for axes that hold several elements a
+    part.
+    """
+    return self.functions.units(self.config)
+
+  def abstract(self) -> Weights:
+    """The weights' tree with `ParamSpec` leaves."""
+    return self.functions.abstract(self.config)
+
+  def forward(
+    self,
+    weights: Weights,
+    tokens: Int[Array, "B T"],
+    sample: Int[Array, "B T"],
+    position: Int[Array, "B T"],
+    **options: Any,
+  ) -> Float[Array, "B T D"]:
+    """Hidden states after the final norm, for packed rows.
+
+    Args:
+      sample: a position attends to earlier ones of the same row with the same id; -1 is padding,
+        whose hidden states are finite and meaningless.
+      position: of the token within its sample, from 0; read by the rotary embedding.
+      **options: `dtype` of activations (float32), `remat` (a transformation of the layer function
+        such as `jax.checkpoint`), `matmul` (a `models.layers.Matmul`).
+    """
+    return self.functions.forward(self.config, weights, tokens, sample, position, **options)
+
+  def unembedding(self, weights: Weights) -> Float[Array, "D V"]:
+    """The matrix from hidden states to logits; the transposed embedding where they are tied."""
+    return self.functions.unembedding(self.config, weights)
+
+  def init_cache(self, rows: int, length: int, dtype: Any = jnp.float32) -> Cache:
+    """An empty key-value cache for `rows` sequences of at most `length` tokens."""
+    return self.functions.init_cache(self.config, rows, length, dtype)
+
+  def decode(
+    self,
+    weights: Weights,
+    cache: Cache,
+    tokens: Int[Array, "B N"],
+    position: Int[Array, "B N"],
+    **options: Any,
+  ) -> tuple[Float[Array, "B N D"], Cache]:
+    """Appends N tokens to each row of the cache; donate the cache so that it is updated in place.
+
+    Row b of the cache holds one sequence from index 0. Keys and values of `tokens[b, n]` are
+    written at index `position[b, n]`, and the token attends to indices up to it. A position of -1
+    is padding: nothing is written, and its hidden state is finite and meaningless. Options:
+    `dtype`, `matmul` as in `forward`.
+    """
+    return self.functions.decode(self.config, weights, cache, tokens, position, **options)
+
+
+def unstack(weights: Weights) -> Weights:
+  """The same weights with `layers` as a tuple of one tree a layer, instead of stacked arrays.
+
+  `decode` takes both; this form saves it a copy of every layer's weights in every call.
+  """
+  if isinstance(weights.layers, tuple):
+    return weights
+  count = jax.tree.leaves(weights.layers)[0].shape[0]
+  layers = tuple(jax.tree.map(lambda w, i=index: w[i], weights.layers) for index in range(count))
+  return weights.replace(layers=layers)
+
+
+def is_spec(node: Any) -> bool:
+  return isinstance(node, ParamSpec)
+
+
+def parameter_path(path: tuple[Any, ...]) -> tuple[str, ...]:
+  """A jax key path as attribute names, the form used by `Rule.path`."""
+  return tuple(str(getattr(entry, "name", getattr(entry, "idx", entry))) for entry in path)
+
+
+def initialize(model: Model, key: jax.Array) -> Weights:
+  """Random weights; each array's key is folded from its name, so one does not depend on the others.
+
+  Jit it with `out_shardings` so that each device makes only its part.
+  """
+
+  def make(path: tuple[Any, ...], spec: ParamSpec) -> jax.Array:
+    name = zlib.crc32(".".join(parameter_path(path)).encode())
+    return spec.init(jax.random.fold_in(key, name), spec.shape, spec.dtype)
+
+  return jax.tree_util.tree_map_with_path(make, model.abstract(), is_leaf=is_spec)
