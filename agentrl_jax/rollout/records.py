@@ -136,6 +136,7 @@ class Episode:
 
   `reward_parts[k]` are the named parts caused by turn k and `turn_rewards[k]` their combined
   scalar; both have one entry a turn. `text` keeps the messages for viewing only.
+  `state_hash` is the environment's initial one, None if it was never built.
   """
 
   task: Task
@@ -152,6 +153,7 @@ class Episode:
   text: tuple[Mapping[str, Any], ...] = ()
   info: Mapping[str, float] = dataclasses.field(default_factory=dict)  # numbers worth averaging
   timings: Mapping[str, float] = dataclasses.field(default_factory=dict)  # seconds
+  state_hash: str | None = None
 
   def __post_init__(self):
     turns = sum(s.kind is Kind.ACTION for sample in self.samples for s in sample.segments)
