@@ -1,0 +1,7 @@
+"""Configurations: functions that return `fdl.Config[Experiment]`, and fiddlers that change one."""
+
+from configs.engines import use_embedded, use_sglang
+from configs.gsm8k import gsm8k
+from configs.quickstart import quickstart
+
+__all__ = ["gsm8k", "quickstart", "use_embedded", "use_sglang"]

@@ -4,8 +4,10 @@ Lines are flushed as they are made. After a resume, lines of steps that will be 
 dropped, so the file reads as one uninterrupted run.
 """
 
+import dataclasses
 import json
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -97,3 +99,32 @@ class Progressing:
     self._bars.update(self._tasks[name], completed=done, total=total)
     if done >= total and len(self._tasks) > 1:
       self._bars.remove_task(self._tasks.pop(name))
+
+
+@dataclasses.dataclass
+class Clock:
+  """Seconds of each phase of a step."""
+
+  seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+  last: float = dataclasses.field(default_factory=time.monotonic)
+
+  def lap(self, name: str) -> None:
+    """The time since the last lap was spent on `name`."""
+    now = time.monotonic()
+    self.seconds[f"seconds/{name}"] = now - self.last
+    self.last = now
+
+
+def line(step: int, steps: int, values: Mapping[str, float]) -> str:
+  """One step for a person to read."""
+  seconds = " ".join(
+    f"{name.removeprefix('seconds/')} {value:.1f}"
+    for name, value in values.items()
+    if name.startswith("seconds/")
+  )
+  return (
+    f"step {step}/{steps}: reward {values['reward']:.3f} success {values['success']:.3f} "
+    f"finished {values['finished']:.3f} | loss {values.get('loss', 0.0):+.4f} "
+    f"clip {values.get('clip_fraction', 0.0):.3f} grad {values.get('gradient_norm', 0.0):.3f} "
+    f"mismatch {values['mismatch_max']:.1e} | s: {seconds}"
+  )

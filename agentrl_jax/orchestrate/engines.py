@@ -1,0 +1,176 @@
+"""Engines as the loop sees them: something that samples, a way to give it weights, and a way back
+to life.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+
+from agentrl_jax.models.model import Model
+from agentrl_jax.rollout.engine import Engine
+from agentrl_jax.rollout.sglang import SGLangEngine
+from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer
+from agentrl_jax.sampler.engine import EmbeddedEngine
+from agentrl_jax.transfer.embedded import embedded_publisher
+from agentrl_jax.transfer.push import sglang_publisher
+from agentrl_jax.transfer.report import Publisher, PushError, PushReport, State
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineContext:
+  """What an engine is opened with: the trainer's model, its weights now, and where things are."""
+
+  model: Model
+  weights: Any
+  version: int
+  directory: Path  # of the model the run started from
+  workdir: Path
+  context_tokens: int
+  seed: int
+
+
+class Host(Protocol):
+  """An engine and what the loop needs around it. After `open` it serves the context's weights."""
+
+  engine: Engine
+  publisher: Publisher
+
+  async def revive(self, weights: Any, version: int) -> None:
+    """Brings a dead engine back, serving `weights`. Raises EngineError or PushError if not."""
+    ...
+
+  async def close(self) -> None:
+    """Stops what was started for this run, and nothing else. Idempotent."""
+    ...
+
+
+OpenEngine = Callable[[EngineContext], Awaitable[Host]]
+
+
+def embedded(*, slots: int = 32, dtype: str = "float32") -> OpenEngine:
+  """The JAX sampler in this process: no server, bit-exact resume, the same log-probs as the
+  learner.
+
+  Args:
+    slots: sequences decoded at once.
+    dtype: what it computes in.
+  """
+
+  async def open_engine(context: EngineContext) -> Host:
+    engine = EmbeddedEngine(
+      context.model,
+      context.weights,
+      slots=slots,
+      context=context.context_tokens,
+      seed=context.seed,
+      dtype=jnp.dtype(dtype),
+      version=context.version,
+    )
+    return _Embedded(engine, embedded_publisher(engine))
+
+  return open_engine
+
+
+def sglang(
+  *,
+  dtype: str = "float32",
+  tensor_parallel: int = 1,
+  port: int = 0,
+  transport: str = "disk",
+  start_seconds: float = 300.0,
+  call_seconds: float = 300.0,
+  push_seconds: float = 120.0,
+) -> OpenEngine:
+  """A SGLang server on this machine, started for the run; weights are pushed to it after every
+  step.
+
+  Args:
+    dtype: what it computes in.
+    tensor_parallel: devices (on CPU: cores) it is cut over.
+    port: 0 takes a free one.
+    transport: "disk" (safetensors on shared memory) or "tensor" (flattened buckets in the request).
+    start_seconds: deadline until it answers.
+    call_seconds: deadline of one turn.
+    push_seconds: deadline of each phase of a push.
+  """
+
+  async def open_engine(context: EngineContext) -> Host:
+    server = SGLangServer(
+      ServerOptions(
+        context.directory,
+        dtype=dtype,
+        tensor_parallel=tensor_parallel,
+        port=port,
+        context_length=context.context_tokens,
+        start_seconds=start_seconds,
+        log=context.workdir / "sglang.log",
+      )
+    )
+    try:
+      await asyncio.to_thread(server.start)
+      vocab_size = context.model.config.vocab_size
+      engine = SGLangEngine(server.url, vocab_size, server=server, call_seconds=call_seconds)
+      tolerance = 1e-3 if dtype == "float32" else 0.1
+      await engine.probe(tolerance=tolerance)
+      publisher = sglang_publisher(
+        context.model,
+        [server.url],
+        transport=transport,
+        tensor_parallel=tensor_parallel,
+        dtype=dtype,
+        deadline=push_seconds,
+      )
+      host = _SGLang(server, engine, publisher)
+      if context.version:
+        await host.serve(context.weights, context.version)
+    except BaseException:
+      await asyncio.to_thread(server.close)
+      raise
+    return host
+
+  return open_engine
+
+
+@dataclasses.dataclass
+class _Embedded:
+  engine: EmbeddedEngine
+  publisher: Publisher
+
+  async def revive(self, weights: Any, version: int) -> None:
+    await self.publisher.publish(weights, version)
+
+  async def close(self) -> None:
+    await self.publisher.close()
+    await self.engine.close()
+
+
+@dataclasses.dataclass
+class _SGLang:
+  server: SGLangServer
+  engine: SGLangEngine
+  publisher: Publisher
+
+  async def serve(self, weights: Any, version: int) -> None:
+    require_committed(await self.publisher.publish(weights, version))
+
+  async def revive(self, weights: Any, version: int) -> None:
+    await asyncio.to_thread(self.server.restart)
+    await self.publisher.recover()
+    if version:
+      await self.serve(weights, version)
+
+  async def close(self) -> None:
+    await self.publisher.close()
+    await self.engine.close()
+    await asyncio.to_thread(self.server.close)
+
+
+def require_committed(report: PushReport) -> PushReport:
+  """The report of a push that ended well. Raises PushError with its story otherwise."""
+  if report.state is not State.COMMITTED:
+    raise PushError(str(report))
+  return report

@@ -1,0 +1,99 @@
+"""Evaluation: the same environments, scorer and engine as training, on held-out tasks.
+
+Each record is one sample of one problem, in the form that `analysis` reads.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from agentrl_jax.rollout.collect import Collection, Recover, collect_groups
+from agentrl_jax.rollout.episode import Play
+from agentrl_jax.rollout.records import Episode, Outcome, Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+  """One sample: `finished` means that the policy ended the episode itself with an answer."""
+
+  problem: str
+  sample: int
+  finished: bool
+  correct: bool
+  tokens: int
+  model: str
+
+
+async def evaluate(
+  play: Play,
+  tasks: Sequence[Task],
+  samples: int,
+  *,
+  label: str,
+  seed: int,
+  concurrency: int = 64,
+  progress: Callable[[int, int], None] | None = None,
+  recover: Recover | None = None,
+) -> list[Record]:
+  """`samples` episodes of each task. A faulted episode is no sample: it is left out, never scored
+  0.
+
+  Raises what `collect_groups` raises.
+  """
+  collection = Collection(members=samples, concurrency=concurrency)
+  groups = await collect_groups(
+    play, tasks, collection, label=label, seed=seed, progress=progress, recover=recover
+  )
+  return [
+    record(episode, sample, label)
+    for group in groups
+    for sample, episode in enumerate(group)
+    if episode.outcome is not Outcome.FAULT
+  ]
+
+
+def record(episode: Episode, sample: int, model: str) -> Record:
+  """The evaluation record of a scored episode."""
+  task = episode.task
+  return Record(
+    problem=f"{task.family}/{task.split}/{task.seed}",
+    sample=sample,
+    finished=bool(episode.info["finished"]),
+    correct=episode.outcome is Outcome.SUCCESS,
+    tokens=episode.action_tokens,
+    model=model,
+  )
+
+
+def summary(records: Sequence[Record]) -> dict[str, float]:
+  """Means over problems of each problem's mean; the standard error is over problems."""
+  if not records:
+    raise ValueError("no evaluation records: every episode faulted")
+  names = sorted({r.problem for r in records})
+  by_problem = [[r for r in records if r.problem == name] for name in names]
+  success = np.array([np.mean([r.correct for r in rows]) for rows in by_problem])
+  finished = np.array([np.mean([r.finished for r in rows]) for rows in by_problem])
+  error = success.std(ddof=1) / np.sqrt(len(success)) if len(success) > 1 else float("nan")
+  return {
+    "success": float(success.mean()),
+    "success_standard_error": float(error),
+    "finished": float(finished.mean()),
+    "tokens": float(np.mean([r.tokens for r in records])),
+    "samples": float(len(records)),
+  }
+
+
+def write_records(records: Sequence[Record], path: Path) -> None:
+  """One JSON line a record, complete or not there."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  partial = path.with_suffix(".partial")
+  partial.write_text("".join(json.dumps(dataclasses.asdict(r)) + "\n" for r in records))
+  partial.replace(path)
+
+
+def read_records(path: Path) -> list[Record]:
+  """What `write_records` wrote."""
+  return [Record(**json.loads(line)) for line in path.read_text().splitlines()]

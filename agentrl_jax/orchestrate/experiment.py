@@ -1,0 +1,106 @@
+"""A run as data: which model learns which task, by which algorithm, from which engine.
+
+Configurations in `configs/` build an `Experiment`; everything in it is a value or a function, so a
+user's own loss, task or engine needs no registration.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import optax
+
+from agentrl_jax.orchestrate.engines import OpenEngine
+from agentrl_jax.rollout.chat import Renderer
+from agentrl_jax.rollout.environment import BuildEnv
+from agentrl_jax.rollout.episode import Limits
+from agentrl_jax.rollout.records import Task
+from agentrl_jax.types import Algorithm
+
+
+class TaskSource(Protocol):
+  """Training tasks by index, so that a run resumes at exactly the next one."""
+
+  def take(self, cursor: int, count: int) -> tuple[Sequence[Task], int]:
+    """`count` tasks from `cursor` on, and the cursor after them; epochs follow one another."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Taskset:
+  """What is learned: environments, problems, and how the model reads and is scored.
+
+  `renderer` is made from the model's directory. An episode is a success if `combine` of its summed
+  reward parts reaches `threshold`; training and evaluation use the same function.
+  """
+
+  build: BuildEnv
+  train: TaskSource
+  held_out: Sequence[Task]
+  renderer: Callable[[Path], Renderer]
+  combine: Callable[[Mapping[str, float]], float]
+  threshold: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+  """How many episodes a step, and how they lie in memory.
+
+  `micro_rows` rows of `row_length` positions are differentiated at a time on each data shard. With
+  `only_mixed`, groups whose members all got the same reward are left out of the step (they carry no
+  advantage, but would count in its denominators).
+  """
+
+  groups: int = 8
+  members: int = 8
+  row_length: int = 512
+  micro_rows: int = 1
+  only_mixed: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+  """`tasks` held-out tasks, `samples` episodes each, before, after, and every `every` steps (0:
+  never).
+  """
+
+  tasks: int = 64
+  samples: int = 4
+  every: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+  """One run. `model` is a Hugging Face directory; `mesh` gives the size of each mesh axis.
+
+  `max_mismatch` bounds |old - behavior| log-prob of tokens that the current weights sampled: engine
+  and trainer must be the same policy. About 1e-4 is reachable in float32; declare more for bfloat16
+  engines.
+  """
+
+  model: str
+  tasks: Taskset
+  algorithm: Algorithm
+  optimizer: optax.GradientTransformation
+  engine: OpenEngine
+  steps: int
+  limits: Limits
+  batch: Batch = Batch()
+  evaluation: Evaluation = Evaluation()
+  temperature: float = 1.0
+  concurrency: int = 64
+  seed: int = 0
+  mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  dtype: str = "float32"
+  checkpoint_every: int = 5
+  keep_checkpoints: int = 2
+  max_mismatch: float = 1e-4
+
+  def __post_init__(self):
+    if self.steps < 1:
+      raise ValueError(f"steps is {self.steps}, expected at least 1")
+    if self.dtype not in ("float32", "bfloat16"):
+      raise ValueError(f"dtype is {self.dtype!r}, expected float32 or bfloat16")
+    if self.checkpoint_every < 1:
+      raise ValueError(f"checkpoint_every is {self.checkpoint_every}, expected at least 1")

@@ -1,0 +1,234 @@
+"""What a run holds, made in an order in which nothing is allocated twice: shapes, state, engine,
+files.
+
+The work directory is the run: `config.json`, `run.json`, `metrics.jsonl`, `checkpoints/`,
+`trajectories/`, `evaluation/`, and `model/` at the end. Opening it again goes on from the last
+complete checkpoint.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from agentrl_jax.learner import checkpoint
+from agentrl_jax.learner.evaluate import EvaluateFn, make_evaluate
+from agentrl_jax.learner.rows import rows_per_micro_batch
+from agentrl_jax.learner.state import TrainState, abstract_state, make_state
+from agentrl_jax.learner.step import PrepareFn, StepFn, make_prepare, make_step
+from agentrl_jax.models.hf import load_model, load_weights, save_weights
+from agentrl_jax.models.model import Model
+from agentrl_jax.models.sharding import make_mesh, shardings
+from agentrl_jax.orchestrate.engines import EngineContext, Host, require_committed
+from agentrl_jax.orchestrate.experiment import Experiment
+from agentrl_jax.orchestrate.metrics import MetricsWriter, Progressing
+from agentrl_jax.rollout.engine import EngineDead
+from agentrl_jax.rollout.episode import Play
+from agentrl_jax.transfer.report import PushReport
+
+
+class WorkdirBusy(RuntimeError):
+  """Another process trains in this work directory."""
+
+
+@dataclasses.dataclass
+class Run:
+  """Everything the loop needs; the only mutable object of it. `step` counts finished optimizer
+  steps.
+  """
+
+  experiment: Experiment
+  workdir: Path
+  model: Model
+  mesh: Mesh
+  state: TrainState
+  reference: Any  # weights of the reference policy, None where no loss asks for it
+  step: int
+  cursor: int  # of the training tasks
+  play: Play
+  host: Host
+  policy: EvaluateFn
+  prepare: PrepareFn
+  update: StepFn
+  saver: checkpoint.Saver
+  metrics: MetricsWriter
+  progress: Progressing
+
+  @property
+  def rows(self) -> int:
+    """Rows of one micro-batch over all data shards."""
+    return rows_per_micro_batch(self.experiment.batch.micro_rows, self.mesh)
+
+  async def publish(self) -> PushReport:
+    """Gives the engine the weights after `step` steps; an engine that died meanwhile is revived
+    once.
+    """
+    try:
+      report = await self.host.publisher.publish(self.state.weights, self.step)
+      return require_committed(report)
+    except Exception as error:
+      if await self.host.engine.healthy():
+        raise
+      self.progress.say(
+        f"engine {self.host.engine.name} is gone during a push ({error}); restarting"
+      )
+      started = time.monotonic()
+      await self.host.revive(self.state.weights, self.step)
+      self.progress.say(f"engine restarted in {time.monotonic() - started:.0f} s")
+      return await self.host.publisher.publish(self.state.weights, self.step)
+
+  async def recover(self, dead: EngineDead) -> None:
+    """Restarts a dead engine with the current weights, so that a collection can go on."""
+    self.progress.say(f"{dead}; restarting it, finished episodes are kept")
+    started = time.monotonic()
+    await self.host.revive(self.state.weights, self.step)
+    self.progress.say(f"engine restarted in {time.monotonic() - started:.0f} s")
+
+  def save(self) -> None:
+    """Starts a checkpoint of this moment."""
+    self.saver.save(
+      self.state,
+      checkpoint.HostState(self.experiment.seed, self.step, {"next": self.cursor}),
+    )
+
+  def export(self) -> Path:
+    """Writes the trained model as a Hugging Face directory that serves and trains again."""
+    directory = self.workdir / "model"
+    source = Path(self.experiment.model)
+    save_weights(self.model, self.state.weights, directory, dtype=jnp.float32, copy_from=source)
+    return directory
+
+
+@contextlib.asynccontextmanager
+async def open_run(
+  experiment: Experiment, workdir: Path, progress: Progressing
+) -> AsyncIterator[Run]:
+  """A run, new or resumed; on leaving, the engine it started is stopped and files are closed.
+
+  Raises:
+    WorkdirBusy: another process has it.
+    ValueError, FileNotFoundError: the model directory is not one that can be trained.
+    EngineError: the engine did not start.
+  """
+  directory = Path(experiment.model)
+  model = load_model(directory)
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(lock(workdir))
+    mesh = make_mesh(**experiment.mesh)
+    state, step, cursor = _state(experiment, workdir, model, mesh)
+    if step:
+      progress.say(f"resuming after step {step} from {workdir / 'checkpoints'}")
+    _write_json(workdir / "run.json", {"model_directory": str(directory.resolve())})
+    metrics = MetricsWriter(workdir, resume_step=step)
+    stack.callback(metrics.close)
+    saver = checkpoint.Saver(workdir / "checkpoints", keep=experiment.keep_checkpoints)
+    stack.callback(saver.close)
+    learner = _learner(experiment, model, mesh)
+    renderer = experiment.tasks.renderer(directory)
+    host = await experiment.engine(
+      EngineContext(
+        model,
+        state.weights,
+        step,
+        directory,
+        workdir,
+        experiment.limits.context_tokens,
+        experiment.seed,
+      )
+    )
+    play = Play(
+      experiment.tasks.build,
+      host.engine,
+      renderer,
+      experiment.limits,
+      experiment.tasks.combine,
+      experiment.tasks.threshold,
+      experiment.temperature,
+    )
+    try:
+      yield Run(
+        experiment=experiment,
+        workdir=workdir,
+        model=model,
+        mesh=mesh,
+        state=state,
+        reference=_reference(experiment, model, mesh),
+        step=step,
+        cursor=cursor,
+        play=play,
+        host=host,
+        saver=saver,
+        metrics=metrics,
+        progress=progress,
+        **learner,
+      )
+    finally:
+      await host.close()
+
+
+@contextlib.contextmanager
+def lock(workdir: Path) -> Iterator[None]:
+  """Holds the work directory for this process; the lock goes with the process, however it ends."""
+  workdir.mkdir(parents=True, exist_ok=True)
+  with (workdir / "lock").open("w") as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+      raise WorkdirBusy(f"work directory {workdir} is in use by another process") from error
+    yield
+
+
+def _state(
+  experiment: Experiment, workdir: Path, model: Model, mesh: Mesh
+) -> tuple[TrainState, int, int]:
+  """(state, finished steps, task cursor): the last complete checkpoint's, or the start's."""
+  path = checkpoint.latest(workdir / "checkpoints")
+  if path is None:
+    directory = Path(experiment.model)
+    return make_state(model, experiment.optimizer, mesh, directory=directory), 0, 0
+  abstract = abstract_state(model, experiment.optimizer, mesh)
+  state, host = checkpoint.restore(path, abstract)
+  if host.seed != experiment.seed:
+    raise ValueError(
+      f"{path} is of a run with seed {host.seed}, this configuration has {experiment.seed}: "
+      "use another work directory"
+    )
+  return state, int(state.step), int(host.cursor["next"])
+
+
+def _reference(experiment: Experiment, model: Model, mesh: Mesh) -> Any:
+  if "ref_logp" not in experiment.algorithm.needs:
+    return None
+  placed = shardings(model, mesh)
+  return load_weights(model, Path(experiment.model), shardings=placed, dtype=jnp.float32)
+
+
+def _learner(experiment: Experiment, model: Model, mesh: Mesh) -> Mapping[str, Callable[..., Any]]:
+  options = {"temperature": experiment.temperature, "dtype": jnp.dtype(experiment.dtype)}
+  micro_rows = experiment.batch.micro_rows
+  return {
+    "policy": make_evaluate(model, mesh, rows=micro_rows, **options),
+    "prepare": make_prepare(experiment.algorithm),
+    "update": make_step(
+      model, experiment.optimizer, experiment.algorithm, mesh, micro_rows=micro_rows, **options
+    ),
+  }
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+  partial = path.with_suffix(".partial")
+  partial.write_text(json.dumps(value, indent=2) + "\n")
+  partial.replace(path)
+
+
+def synchronise(state: TrainState) -> None:
+  """Waits until the device has finished with the state, so that clocks mean something."""
+  jax.block_until_ready(state)

@@ -1,0 +1,138 @@
+"""The story of a run, top to bottom: collect, pack, evaluate, credit, learn, publish, write down."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from agentrl_jax.orchestrate.evaluate import evaluate, read_records, summary, write_records
+from agentrl_jax.orchestrate.experiment import Experiment
+from agentrl_jax.orchestrate.groups import mixed, rollout_metrics
+from agentrl_jax.orchestrate.metrics import Clock, Progressing, line, to_floats
+from agentrl_jax.orchestrate.pack import Packed, pack
+from agentrl_jax.orchestrate.run import Run, open_run, synchronise
+from agentrl_jax.orchestrate.trajectories import write_trajectories
+from agentrl_jax.rollout.collect import Collection, collect_groups
+from agentrl_jax.types import Aux, TrajectoryBatch
+
+
+class Mismatch(RuntimeError):
+  """Engine and trainer give the same tokens different log-probs: they are not the same policy."""
+
+
+async def train(experiment: Experiment, workdir: Path, progress: Progressing) -> None:
+  """Runs an experiment in `workdir`, or the rest of it, and leaves the trained model there.
+
+  Raises what opening a run, collecting, publishing and checkpointing raise; all of it names its
+  place.
+  """
+  async with open_run(experiment, workdir, progress) as run:
+    if run.step == 0:
+      await measure(run, "before")
+    while run.step < experiment.steps:
+      progress.update("steps", run.step, experiment.steps)
+      await take_step(run)
+      every = experiment.evaluation.every
+      if every and run.step % every == 0 and run.step < experiment.steps:
+        await measure(run, f"step_{run.step:06d}")
+    progress.update("steps", run.step, experiment.steps)
+    await measure(run, "after")
+    run.export()
+
+
+async def take_step(run: Run) -> None:
+  """One optimizer step, from tasks to published weights."""
+  experiment, clock = run.experiment, Clock()
+  tasks, cursor = experiment.tasks.train.take(run.cursor, experiment.batch.groups)
+  groups = await collect_groups(
+    run.play,
+    tasks,
+    Collection(members=experiment.batch.members, concurrency=experiment.concurrency),
+    label=f"step-{run.step}",
+    seed=experiment.seed,
+    progress=lambda done, total: run.progress.update("episodes", done, total),
+    recover=run.recover,
+  )
+  clock.lap("rollout")
+
+  chosen = (mixed(groups) or groups) if experiment.batch.only_mixed else groups
+  packed = pack(chosen, row_length=experiment.batch.row_length, micro_rows=run.rows)
+  aux = frozen_evaluations(run, packed.batch)
+  mismatch = check_mismatch(run, packed, np.asarray(aux.old_logp))
+  clock.lap("evaluate")
+
+  loss_batch = run.prepare(packed.batch, aux)
+  run.state, metrics = run.update(run.state, loss_batch)
+  synchronise(run.state)
+  clock.lap("update")
+
+  trajectories = run.workdir / "trajectories" / f"step_{run.step:06d}.jsonl"
+  write_trajectories(trajectories, groups, packed, loss_batch)
+  run.step, run.cursor = run.step + 1, cursor
+  report = await run.publish()
+  clock.lap("publish")
+
+  values = {**rollout_metrics(groups), **to_floats(metrics), **mismatch, **clock.seconds}
+  values |= {"row_fill": packed.fill, "dropped_groups": packed.dropped_groups}
+  run.metrics.write(run.step - 1, values, wall_time=time.time())
+  run.progress.say(line(run.step, experiment.steps, values))
+  run.progress.say(f"  {report}")
+  # Last, so that whatever a checkpoint's steps wrote is there when it is.
+  if run.step % experiment.checkpoint_every == 0 or run.step == experiment.steps:
+    run.save()
+
+
+def frozen_evaluations(run: Run, batch: TrajectoryBatch) -> Aux:
+  """Old and, where a loss asks for it, reference log-probs of the batch, without gradient."""
+  old = run.policy(run.state.weights, batch)
+  reference = None if run.reference is None else run.policy(run.reference, batch).logp
+  return Aux(old_logp=old.logp, ref_logp=reference, value=old.value)
+
+
+def check_mismatch(run: Run, packed: Packed, old_logp: np.ndarray) -> Mapping[str, float]:
+  """|old - behavior| log-prob over tokens that the current weights sampled.
+
+  Raises Mismatch, naming the token, where it exceeds the experiment's bound.
+  """
+  batch = packed.batch
+  current = batch.action & (batch.behavior_version == run.step)
+  difference = np.where(current, np.abs(old_logp - batch.behavior_logp), 0.0)
+  worst = np.unravel_index(difference.argmax(), difference.shape)
+  if not difference[worst] <= run.experiment.max_mismatch:
+    episode = packed.episodes[batch.traj[worst]]
+    raise Mismatch(
+      f"step {run.step}: engine {run.host.engine.name} gave token {batch.tokens[worst]} at "
+      f"position {batch.position[worst]} of episode {episode.trajectory_id} log-prob "
+      f"{batch.behavior_logp[worst]:.6f}, the trainer gives {old_logp[worst]:.6f}; "
+      f"the bound is {run.experiment.max_mismatch:g}"
+    )
+  return {
+    "mismatch_max": float(difference[worst]),
+    "mismatch_mean": float(difference.sum() / max(1, current.sum())),
+    "on_policy_share": float(current.sum() / max(1, batch.action.sum())),
+  }
+
+
+async def measure(run: Run, name: str) -> None:
+  """Evaluates on held-out tasks, unless this run has done so already."""
+  plan, path = run.experiment.evaluation, run.workdir / "evaluation" / f"{name}.jsonl"
+  if not plan.tasks:
+    return
+  if not path.exists():
+    records = await evaluate(
+      run.play,
+      run.experiment.tasks.held_out[: plan.tasks],
+      plan.samples,
+      label=name,
+      seed=run.experiment.seed,
+      concurrency=run.experiment.concurrency,
+      progress=lambda done, total: run.progress.update(f"evaluation {name}", done, total),
+      recover=run.recover,
+    )
+    write_records(records, path)
+  held_out = summary(read_records(path))
+  run.progress.say(
+    f"held-out {name}: success {held_out['success']:.3f} ± {held_out['success_standard_error']:.3f}"
+    f", finished {held_out['finished']:.3f}, {held_out['tokens']:.1f} tokens an episode"
+  )

@@ -1,0 +1,75 @@
+"""How a command of this project starts and ends: one clear line for a fault, its story in a file."""
+
+import asyncio
+import contextlib
+import errno
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import app
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+def run(main: Callable[[Sequence[str]], int | None]) -> None:
+  """`app.run` for mains whose expected faults are exceptions with a message of one line."""
+
+  def guarded(arguments: Sequence[str]) -> int:
+    if len(arguments) > 1:
+      print(f"unexpected argument {arguments[1]!r}: flags are written --name=value", file=sys.stderr)
+      return 2
+    try:
+      return main(arguments) or 0
+    except KeyboardInterrupt:
+      print("interrupted", file=sys.stderr)
+      return INTERRUPTED
+    except Exception as error:  # the program's edge: everything becomes one line and an exit code
+      print(f"error: {one_line(error)}", file=sys.stderr)
+      _keep_traceback()
+      return 1
+
+  app.run(guarded)
+
+
+def one_line(error: BaseException) -> str:
+  """The message, with what caused it where the message does not say so already."""
+  if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    return f"no space left on the device of {error.filename or 'a file of this run'}"
+  text = str(error).strip() or type(error).__name__
+  cause = error.__cause__
+  if isinstance(error, ValueError) and cause is not None and str(cause) not in text:
+    text = f"{text} ({str(cause).strip().splitlines()[0]})" if str(cause).strip() else text
+  return text
+
+
+def run_async(main: Coroutine[Any, Any, Any]) -> Any:
+  """`asyncio.run` in which SIGTERM ends the program as Ctrl-C does: tasks cancelled, servers stopped."""
+
+  async def with_signal() -> Any:
+    task = asyncio.current_task()
+    assert task is not None
+    with contextlib.suppress(NotImplementedError):
+      asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+      return await main
+    except asyncio.CancelledError:
+      raise KeyboardInterrupt from None
+
+  return asyncio.run(with_signal())
+
+
+traceback_directory: Path | None = None  # where a fault's traceback goes; a command sets its own
+
+
+def _keep_traceback() -> None:
+  if traceback_directory is None:
+    return
+  path = traceback_directory / "error.log"
+  with contextlib.suppress(OSError):
+    with path.open("a") as file:
+      traceback.print_exc(file=file)
+    print(f"traceback: {path}", file=sys.stderr)
