@@ -1,0 +1,141 @@
+"""The three device programs of the sampler: copy a prefix, prefill, decode; the cache is donated to each.
+
+A program works on a view of the cache: the rows it needs, cut to the indices it can reach. The view of all
+rows and indices is the cache itself. Only sampled positions are ever multiplied with the head.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from agentrl_jax.models.model import Cache, Model, Weights
+from agentrl_jax.sampler.sampling import sample, uniforms
+
+LENGTH_AXIS = 2  # of cache arrays [rows, K, length, H]
+NOTHING = -1  # in place of a sampled id, after the end of a row's turn
+
+
+@flax.struct.dataclass
+class RowState:
+  """What decoding must know of each row of the view; `remaining` 0 marks a row without a request."""
+
+  token: Int[Array, "R"]  # the stream's last token, not yet in the cache
+  position: Int[Array, "R"]  # its index in the stream
+  remaining: Int[Array, "R"]  # tokens it may still sample
+  temperature: Float[Array, "R"]
+  seed: UInt32[Array, "R 2"]
+  stop: Int[Array, "R"]  # row of the table of stop sets
+
+
+class Programs(NamedTuple):
+  """Jitted functions; `whole` (static) says that the view is all rows in order, so none is gathered.
+
+  copy(cache, source [R], target [R], *, length) -> cache
+  prefill(weights, cache, rows [R], tokens [R N], position [R N], *, length, whole) -> cache
+  decode(weights, cache, rows [R], state, stop_table [S V], steps, quota, *, length, whole)
+    -> (cache, ids [R M], logp [R M]): NOTHING and 0 where a row sampled nothing
+  """
+
+  copy: Callable[..., Cache]
+  prefill: Callable[..., Cache]
+  decode: Callable[..., tuple[Cache, Int[Array, "R M"], Float[Array, "R M"]]]
+
+
+def make_programs(
+  model: Model, *, seed: UInt32[Array, "2"], dtype: Any, max_steps: int, sharding: Any
+) -> Programs:
+  """Programs for one model; `max_steps` (M) bounds a decode call, `sharding` is the cache's."""
+  jit = functools.partial(jax.jit, donate_argnames=("cache",), static_argnames=("length", "whole"))
+
+  def copy(cache, source, target, *, length):
+    moved = _view(cache, source, length, False)
+    return _put(cache, target, moved, length, False)
+
+  def prefill(weights, cache, rows, tokens, position, *, length, whole):
+    view = _view(cache, rows, length, whole)
+    _, view = model.decode(weights, view, tokens, position, dtype=dtype)
+    return _put(cache, rows, view, length, whole)
+
+  def decode(weights, cache, rows, state, stop_table, steps, quota, *, length, whole):
+    view = _view(cache, rows, length, whole)
+    forward = functools.partial(_logits, model, dtype, weights)
+    view, ids, logp = _decode_loop(forward, seed, max_steps, view, state, stop_table, steps, quota)
+    return _put(cache, rows, view, length, whole), ids, logp
+
+  return Programs(
+    jax.jit(copy, donate_argnames=("cache",), static_argnames="length", out_shardings=sharding),
+    jit(prefill, out_shardings=sharding),
+    jit(decode, out_shardings=(sharding, None, None)),
+  )
+
+
+def _logits(
+  model: Model, dtype: Any, weights: Weights, view: Cache, token: Array, position: Array
+) -> tuple[Float[Array, "R V"], Cache]:
+  hidden, view = model.decode(weights, view, token[:, None], position[:, None], dtype=dtype)
+  head = model.unembedding(weights).astype(hidden.dtype)
+  logits = jnp.einsum("rd,dv->rv", hidden[:, 0], head, preferred_element_type=jnp.float32)
+  return logits, view
+
+
+def _decode_loop(
+  forward: Callable[..., tuple[Array, Cache]],
+  seed: UInt32[Array, "2"],
+  max_steps: int,
+  view: Cache,
+  state: RowState,
+  stop_table: Bool[Array, "S V"],
+  steps: Int[Array, ""],
+  quota: Int[Array, ""],
+) -> tuple[Cache, Int[Array, "R M"], Float[Array, "R M"]]:
+  """Samples until `steps` are done, `quota` rows have finished, or no row is left."""
+  live = state.remaining > 0
+  started = jnp.sum(live)
+
+  def unfinished(carry):
+    step, _, _, live, _, _ = carry
+    count = jnp.sum(live)
+    return (step < steps) & (count > 0) & (started - count < quota)
+
+  def body(carry):
+    step, view, token, live, ids, logp = carry
+    position = state.position + step
+    logits, view = forward(view, token, jnp.where(live, position, -1))
+    # The draw depends on the sampled token's index in its stream, so that a turn cut in two is the same turn.
+    uniform = uniforms(seed, state.seed, position + 1)
+    token, token_logp = sample(logits, state.temperature, uniform)
+    put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=step, axis=1)
+    ids = put(ids, jnp.where(live, token, NOTHING)[:, None])
+    logp = put(logp, jnp.where(live, token_logp, 0.0)[:, None])
+    live = live & ~stop_table[state.stop, token] & (step + 1 < state.remaining)
+    return step + 1, view, token, live, ids, logp
+
+  shape = (state.token.shape[0], max_steps)
+  empty = jnp.full(shape, NOTHING, jnp.int32), jnp.zeros(shape, jnp.float32)
+  start = (jnp.zeros((), jnp.int32), view, state.token, live, *empty)
+  _, view, _, _, ids, logp = jax.lax.while_loop(unfinished, body, start)
+  return view, ids, logp
+
+
+def _view(cache: Cache, rows: Int[Array, "R"], length: int, whole: bool) -> Cache:
+  def take(array):
+    array = jax.lax.slice_in_dim(array, 0, length, axis=LENGTH_AXIS)
+    return array if whole else array.at[rows].get(mode="promise_in_bounds")
+
+  return jax.tree.map(take, cache)
+
+
+def _put(cache: Cache, rows: Int[Array, "R"], view: Cache, length: int, whole: bool) -> Cache:
+  """The cache with the view's rows and indices replaced; padding rows of a view differ from all others."""
+
+  def write(array, part):
+    if whole:
+      return jax.lax.dynamic_update_slice_in_dim(array, part, 0, axis=LENGTH_AXIS)
+    return array.at[rows, :, :length].set(part, mode="promise_in_bounds", unique_indices=True)
+
+  return jax.tree.map(write, cache, view)

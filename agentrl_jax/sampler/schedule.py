@@ -1,0 +1,166 @@
+"""What the device does next, as a pure function of the requests and of what the cache holds.
+
+No clock and no arrival time is read: the same requests in the same order give the same device calls. Shapes
+come from buckets, so that there are few programs to compile.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from agentrl_jax.rollout.engine import Generation, SamplingParams
+from agentrl_jax.sampler.residency import Residency, common_prefix
+
+WORTH_WAITING = 16  # tokens of prefill that a request saves by waiting for another's prefix
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+  """One call of `generate` under way. `ids[:length]` is its stream: the prompt and what was sampled."""
+
+  request_id: str
+  params: SamplingParams
+  ids: Int[np.ndarray, "L"]  # room for the prompt and max_new_tokens
+  prompt: int  # tokens of prompt
+  length: int
+  result: asyncio.Future[Generation]
+  logp: Float[np.ndarray, "M"]
+  version: Int[np.ndarray, "M"]
+  row: int = -1  # of the cache
+  begun: bool = False  # the row holds a prefix of this request's stream, and nothing else
+
+  @property
+  def context(self) -> Int[np.ndarray, "N"]:
+    """The tokens whose keys and values must be in the cache before the next one is sampled.
+
+    The last token of the stream is not among them: it is the input of the decoding step.
+    """
+    return self.ids[: self.length - 1]
+
+  @property
+  def remaining(self) -> int:
+    return len(self.ids) - self.length
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+  """The shapes that programs are compiled for; each tuple increases and ends with the largest allowed."""
+
+  rows: tuple[int, ...]
+  chunk: tuple[int, ...]  # prompt tokens a row and call
+  length: tuple[int, ...]  # cache indices that a call sees
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      sizes = getattr(self, field.name)
+      if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
+        raise ValueError(f"buckets of {field.name} are {sizes}, expected increasing positive sizes")
+
+
+def doubling(first: int, last: int) -> tuple[int, ...]:
+  """first, 2 first, 4 first, ... below last, then last itself."""
+  sizes = [min(first, last)]
+  while sizes[-1] < last:
+    sizes.append(min(2 * sizes[-1], last))
+  return tuple(sizes)
+
+
+def fit(sizes: Sequence[int], need: int) -> int:
+  """The smallest bucket that holds `need`, else the largest there is."""
+  return next((size for size in sizes if size >= need), sizes[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+  """The first `lengths[n]` tokens of row `sources[n]` are also a prefix of `requests[n]`."""
+
+  requests: tuple[Request, ...]
+  sources: tuple[int, ...]
+  lengths: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefill:
+  """Each request appends up to `chunk` tokens of its context to its row."""
+
+  requests: tuple[Request, ...]
+  chunk: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+  """All requests sample up to `steps` tokens; the call ends early once `quota` of them are finished."""
+
+  requests: tuple[Request, ...]
+  steps: int
+  quota: int
+
+
+def admission_order(waiting: Sequence[Request], residency: Residency) -> list[Request]:
+  """Requests that go on where a free row ends come first: a new one could evict what they need.
+
+  Otherwise in order of arrival. An episode has few turns, so a new request waits only as long as if episodes
+  owned their rows.
+  """
+  free = np.flatnonzero(~residency.busy)
+
+  def goes_on(request: Request) -> bool:
+    match, length = residency.matches(request.context)[free], residency.length[free]
+    return bool(np.any((match == length) & (length > 0)))
+
+  return sorted(waiting, key=lambda request: not goes_on(request))
+
+
+def plan_copy(requests: Sequence[Request], residency: Residency) -> Copy:
+  """Starts every request that has nothing to gain from waiting for the prefix of an earlier one."""
+  unfinished = [r for r in requests if not _ready(r, residency)]
+  begin, sources, lengths = [], [], []
+  for i, request in enumerate(unfinished):
+    if request.begun:
+      continue
+    match = residency.matches(request.context)
+    in_place = match[request.row] == match.max()
+    source = request.row if in_place else int(match.argmax())
+    length = int(match[source])
+    coming = max((_shared(request, earlier) for earlier in unfinished[:i]), default=0)
+    if coming >= length + WORTH_WAITING:
+      continue
+    begin.append(request)
+    sources.append(source)
+    lengths.append(length)
+  return Copy(tuple(begin), tuple(sources), tuple(lengths))
+
+
+def plan_compute(
+  requests: Sequence[Request], residency: Residency, buckets: Buckets, *, tokens: int, steps: int
+) -> Prefill | Decode:
+  """Prefill while a request needs it, in calls of one chunk size; then decode, all rows together.
+
+  Args:
+    tokens: rows times chunk of a prefill call, at most.
+    steps: of a decode call, at most.
+  """
+  missing = [
+    (r, len(r.context) - int(residency.length[r.row]))
+    for r in requests
+    if r.begun and not _ready(r, residency)
+  ]
+  if missing:
+    chunk = fit(buckets.chunk, missing[0][1])
+    same = [r for r, need in missing if fit(buckets.chunk, need) == chunk]
+    return Prefill(tuple(same[: max(1, tokens // chunk)]), chunk)
+  longest = max(r.remaining for r in requests)
+  # A finished row idles until the call ends, and every call has its price: stop at a quarter.
+  return Decode(tuple(requests), min(steps, longest), max(1, len(requests) // 4))
+
+
+def _ready(request: Request, residency: Residency) -> bool:
+  return request.begun and residency.length[request.row] == len(request.context)
+
+
+def _shared(request: Request, other: Request) -> int:
+  shortest = min(len(request.context), len(other.context))
+  return int(common_prefix(other.context[None, :shortest], request.context[:shortest])[0])
