@@ -1,8 +1,10 @@
-"""Word problems with a calculator: the smallest task in which using a tool and finishing both matter.
+"""Word problems with a calculator: the smallest task in which using a tool and finishing both
+matter.
 
-A problem is a question with one number for an answer. The policy may call `calc(expression)` and ends the
-episode by answering. Problems are generated from a seed; train and held-out problems share no template and
-no number. Any other set of (question, answer) pairs plays in the same environment (`envs/gsm8k.py`).
+A problem is a question with one number for an answer. The policy may call `calc(expression)` and
+ends the episode by answering. Problems are generated from a seed; train and held-out problems share
+no template and no number. Any other set of (question, answer) pairs plays in the same environment
+(`envs/gsm8k.py`).
 """
 
 import dataclasses
@@ -38,21 +40,23 @@ TOOL = Tool(
 
 Policy = Callable[[Sequence[Message]], Action]
 
-# --- arithmetic -------------------------------------------------------------------------------------
+# --- arithmetic
+# -------------------------------------------------------------------------------------
 
 MAX_EXPRESSION_CHARS = 200
 MAX_DEPTH = 20
 MAX_DIGITS = 15
 _TOKEN = re.compile(r"\s*(?:(\d+\.?\d*|\.\d+)|(.))", re.DOTALL)
-_SAME = str.maketrans("×÷−", "*/-")
+_SAME = str.maketrans("\u00d7\u00f7\u2212", "*/-")
 
 
 def evaluate(expression: str) -> Fraction:
-  """The exact value of an arithmetic expression: + - * / and parentheses over integers and decimals.
+  """The exact value of an arithmetic expression: + - * / and parentheses over integers and
+  decimals.
 
   Raises:
-    ValueError: not such an expression, division by zero, or larger than the caps on characters, nesting
-      and digits of a number (so the work is bounded).
+    ValueError: not such an expression, division by zero, or larger than the caps on characters,
+      nesting and digits of a number (so the work is bounded).
   """
   if len(expression) > MAX_EXPRESSION_CHARS:
     raise ValueError(f"{len(expression)} characters, at most {MAX_EXPRESSION_CHARS}")
@@ -114,28 +118,31 @@ def format_number(value: Fraction) -> str:
   return f"-{digits}" if scaled < 0 else digits
 
 
-_NUMBER = re.compile(r"[-−]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-−]?\$?\.\d+")
+_NUMBER = re.compile(r"[-\u2212]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-\u2212]?\$?\.\d+")
 
 
 def parse_answer(text: str) -> Fraction | None:
   """The number a text answers with, for training and evaluation alike; None if there is none.
 
-  After the last "Answer:" the first number counts, in a text without it the last one. A currency sign and
-  thousands separators are read over.
+  After the last "Answer:" the first number counts, in a text without it the last one. A currency
+  sign and thousands separators are read over.
   """
   _, label, rest = text.rpartition("Answer:")
   numbers = _NUMBER.findall(rest if label else text)
   if not numbers:
     return None
-  number = re.sub(r"[$,]", "", numbers[0] if label else numbers[-1]).replace("−", "-")
+  number = re.sub(r"[$,]", "", numbers[0] if label else numbers[-1]).replace("\u2212", "-")
   return Fraction(number) if len(number) <= MAX_EXPRESSION_CHARS else None
 
 
-# --- environment ------------------------------------------------------------------------------------
+# --- environment
+# ------------------------------------------------------------------------------------
 
 
 def combine(parts: Mapping[str, float], *, finished: float = 0.1, tool: float = 0.0) -> float:
-  """`correct`, plus small rewards for answering at all and for having used the tool; 1 is a success."""
+  """`correct`, plus small rewards for answering at all and for having used the tool; 1 is a
+  success.
+  """
   return (
     parts.get("correct", 0.0)
     + finished * parts.get("finished", 0.0)
@@ -146,8 +153,9 @@ def combine(parts: Mapping[str, float], *, finished: float = 0.1, tool: float = 
 class Calculator:
   """One problem. Ends when the policy answers with a number.
 
-  Reward parts, all given at the end: `correct` (the outcome), `finished` (a number was answered) and `tool`
-  (the calculator returned a value: evidence is what the tool did, never what the policy typed).
+  Reward parts, all given at the end: `correct` (the outcome), `finished` (a number was answered)
+  and `tool` (the calculator returned a value: evidence is what the tool did, never what the policy
+  typed).
   """
 
   def __init__(self, answer: Fraction):
@@ -214,7 +222,9 @@ EXAMPLES = (
 
 
 def example_messages(examples: Sequence[tuple[str, str, str]] = EXAMPLES) -> list[Message]:
-  """Worked dialogues of (question, expression, answer) that show the form of a call and of an answer."""
+  """Worked dialogues of (question, expression, answer) that show the form of a call and of an
+  answer.
+  """
   messages = []
   for question, expression, answer in examples:
     messages += [
@@ -253,12 +263,15 @@ async def build(
   return Opening(Calculator(answer), messages, (TOOL,), turn_limit, digest)
 
 
-# --- problems ---------------------------------------------------------------------------------------
+# --- problems
+# ---------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-  """A question and the expression that answers it, over the numbers a, b, c and the words who, what."""
+  """A question and the expression that answers it, over the numbers a, b, c and the words who,
+  what.
+  """
 
   question: str
   expression: str
@@ -358,7 +371,9 @@ def make_task(split: str, seed: int, *, two_step: float = 0.0) -> Task:
 
 
 def make_tasks(split: str, count: int, *, first_seed: int = 0, two_step: float = 0.0) -> list[Task]:
-  """`count` different problems, from consecutive seeds; a seed that repeats a question is passed over."""
+  """`count` different problems, from consecutive seeds; a seed that repeats a question is passed
+  over.
+  """
   tasks: dict[str, Task] = {}
   seed = first_seed
   while len(tasks) < count:
@@ -368,7 +383,8 @@ def make_tasks(split: str, count: int, *, first_seed: int = 0, two_step: float =
   return list(tasks.values())
 
 
-# --- scripted policies ------------------------------------------------------------------------------
+# --- scripted policies
+# ------------------------------------------------------------------------------
 
 
 def oracle(task: Task) -> Policy:

@@ -1,14 +1,15 @@
-"""Messages to token ids and sampled ids to actions; sampled ids are decoded to be read, never encoded again.
+"""Messages to token ids and sampled ids to actions; sampled ids are decoded to be read, never
+encoded again.
 
-A renderer adds only what is new: the opening once, then each observation with the template text around it
-(delta rendering). Message contents are encoded as plain text, so no tool output can place a live special
-token; only the template's own text may.
+A renderer adds only what is new: the opening once, then each observation with the template text
+around it (delta rendering). Message contents are encoded as plain text, so no tool output can place
+a live special token; only the template's own text may.
 """
 
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,9 +38,11 @@ class Renderer(Protocol):
     ...
 
   def observation(self, messages: Sequence[Message], finish: Finish) -> Delta:
-    """What follows a sampled turn, up to the next one: GLUE (the template's) and OBSERVATION segments.
+    """What follows a sampled turn, up to the next one: GLUE (the template's) and OBSERVATION
+    segments.
 
-    The turn's end marker is glue if the turn did not end by a sampled stop token, and absent if it did.
+    The turn's end marker is glue if the turn did not end by a sampled stop token, and absent if it
+    did.
     """
     ...
 
@@ -58,7 +61,7 @@ class Renderer(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-  """One tokenizer in two readings: `template` text may hold special tokens, `plain` text may not."""
+  """One tokenizer, read twice: `template` text may hold special tokens, `plain` text may not."""
 
   template: Tokenizer
   plain: Tokenizer
@@ -79,7 +82,9 @@ class Codec:
 
 
 def load_tokenizer(directory: str) -> Any:
-  """The fast tokenizer of a Hugging Face model directory, with its chat template. Reads local files only."""
+  """The fast tokenizer of a Hugging Face model directory, with its chat template. Reads local files
+  only.
+  """
   from transformers import AutoTokenizer  # slow to import, and scripted runs do without
 
   tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
@@ -93,11 +98,12 @@ def make_codec(tokenizer: Any, vocab_size: int | None = None) -> Codec:
 
   Args:
     tokenizer: a `PreTrainedTokenizerFast`.
-    vocab_size: rows of the model's unembedding, if more than the tokenizer's ids (padded vocabularies).
+    vocab_size: rows of the model's unembedding, if more than the tokenizer's ids (padded
+      vocabularies).
 
   Raises:
-    ValueError: the tokenizer has ids outside `vocab_size`, or reads an added token's text as that token
-      even with its added tokens removed.
+    ValueError: the tokenizer has ids outside `vocab_size`, or reads an added token's text as that
+      token even with its added tokens removed.
   """
   backend: Tokenizer = tokenizer.backend_tokenizer
   size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
@@ -218,10 +224,11 @@ _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class ChatRenderer:
-  """A model's own chat template, with tool calls written `<tool_call>{"name", "arguments"}</tool_call>`.
+  """A model's own chat template, with tool calls written `<tool_call>{"name",
+  "arguments"}</tool_call>`.
 
-  Tools are rendered by the template where it knows tools in that form; else their JSON schemas are added
-  to the system message as text. A template without a tool role gets results in user messages.
+  Tools are rendered by the template where it knows tools in that form; else their JSON schemas are
+  added to the system message as text. A template without a tool role gets results in user messages.
   """
 
   def __init__(self, tokenizer: Any, codec: Codec, *, stop_token_ids: Sequence[int] = ()):
@@ -246,8 +253,9 @@ class ChatRenderer:
       raise ValueError(
         f"an assistant turn ends with {self._tail!r}, expected a special token first"
       )
-    self._end = codec.template.id_to_token(int(tail[0]))
-    self.stop_token_ids = tuple(sorted({int(tail[0]), *codec.end_ids, *stop_token_ids}))
+    self._end_id = int(tail[0])
+    self._end = codec.template.get_added_tokens_decoder()[self._end_id].content
+    self.stop_token_ids = tuple(sorted({self._end_id, *codec.end_ids, *stop_token_ids}))
 
   def opening(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
     messages = list(messages)
@@ -292,7 +300,7 @@ class ChatRenderer:
   def write(self, action: Action) -> Ids:
     message = _as_message(action)
     ids = self._codec.encode_plain(message.content or _write_calls(message.tool_calls))
-    return np.append(ids, self._codec.template.token_to_id(self._end)).astype(np.int32)
+    return np.append(ids, self._end_id).astype(np.int32)
 
   def _render(
     self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, prompt: bool
@@ -320,11 +328,14 @@ class ChatRenderer:
       raise ValueError("the template does not write an assistant's content exactly once")
     return after
 
-  def _pieces(self, messages: Sequence[Message], render) -> list[tuple[bool, str]]:
-    """`render(messages)` as (is content, text) pieces that join to it; the first piece is the template's.
+  def _pieces(
+    self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]
+  ) -> list[tuple[bool, str]]:
+    """`render(messages)` as (is content, text) pieces that join to it; the first piece is the
+    template's.
 
-    Contents never pass through the template as ids: it is rendered with slots in their place, and the
-    result is compared, as text, with the rendering of the contents themselves.
+    Contents never pass through the template as ids: it is rendered with slots in their place, and
+    the result is compared, as text, with the rendering of the contents themselves.
     """
     known = self._adapt(messages)
     for contents in ([m.content for m in known], [m.content.strip() for m in known]):
@@ -363,7 +374,7 @@ class ChatRenderer:
     try:
       call = self._render([asked, Message("assistant", "", (_PROBE_CALL,))], prompt=False)
       tools = self._render([asked], [_PROBE_TOOL], prompt=True)
-    except Exception:  # noqa: BLE001  a template refuses what it does not know in its own way
+    except Exception:  # a template refuses what it does not know in its own way
       return False
     found = _CALL.findall(call)
     return (
@@ -375,7 +386,7 @@ class ChatRenderer:
   def _shows_results(self) -> bool:
     try:
       return "probe result" in self._after_turn([Message("tool", "probe result", name="t")], True)
-    except Exception:  # noqa: BLE001  as above
+    except Exception:  # as above
       return False
 
 

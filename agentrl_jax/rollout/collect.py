@@ -1,4 +1,5 @@
-"""Groups of episodes, collected concurrently; one bad episode costs one episode, a dead engine only its own.
+"""Groups of episodes, collected concurrently; one bad episode costs one episode, a dead engine only
+its own.
 
 Results depend on tasks, seed and label, never on the order in which episodes happen to finish.
 """
@@ -54,13 +55,14 @@ async def collect_groups(
 ) -> Groups:
   """`members` episodes of each task, as one group a task, ordered by task and member.
 
-  Member m of task g is trajectory `label/g/m`: with `seed` and the turn it fixes the sampling seed, so an
-  episode that is played again after the engine was restarted starts the same.
+  Member m of task g is trajectory `label/g/m`: with `seed` and the turn it fixes the sampling seed,
+  so an episode that is played again after the engine was restarted starts the same.
 
   Args:
     label: unique in a run, as in "step-41".
     progress: called with (finished, total) after each episode.
-    recover: restarts a dead engine behind `play.engine`; then only unfinished episodes are played again.
+    recover: restarts a dead engine behind `play.engine`; then only unfinished episodes are played
+      again.
 
   Raises:
     EngineDead: the engine died more than `restarts` times, or `recover` is None.
@@ -104,7 +106,7 @@ class _Running:
     self.total = len(self.tasks) * self.collection.members
 
   async def play_pending(self) -> None:
-    """Plays every episode that is not finished; on any error stops the others and waits for them."""
+    """Plays every unfinished episode; on any error stops the others and waits for them."""
     every = ((g, m) for g in range(len(self.tasks)) for m in range(self.collection.members))
     pending = collections.deque(key for key in every if key not in self.finished)
     if not pending:
@@ -119,9 +121,9 @@ class _Running:
       done, late = await asyncio.wait(
         workers, timeout=remaining, return_when=asyncio.FIRST_EXCEPTION
       )
-      failed = [w.exception() for w in workers if w in done and w.exception() is not None]
-      if failed:
-        raise failed[0]
+      for worker in workers:  # in order, so that the same error is raised every time
+        if worker in done and not worker.cancelled():
+          worker.result()
       if late:
         raise CollectionTimeout(self.status(await self._engine_state()))
     finally:
@@ -143,7 +145,7 @@ class _Running:
       )
       if self.progress is not None:
         self.progress(len(self.finished), self.total)
-      self._refuse_faults(self.finished.values())
+      self._refuse_faults(list(self.finished.values()))
 
   def groups(self) -> Groups:
     """The finished groups in order; members that started from different states are all faulted."""

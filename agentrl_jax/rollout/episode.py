@@ -1,7 +1,8 @@
 """The agent loop: one task, one environment, one engine, one record.
 
-What was sampled is appended as ids and never touched again; what the machinery breaks becomes a faulted
-episode, what the policy breaks is the environment's to answer, and only a dead engine is raised.
+What was sampled is appended as ids and never touched again; what the machinery breaks becomes a
+faulted episode, what the policy breaks is the environment's to answer, and only a dead engine is
+raised.
 """
 
 import asyncio
@@ -10,9 +11,9 @@ import hashlib
 import logging
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -38,6 +39,7 @@ from agentrl_jax.rollout.records import (
   Task,
 )
 
+T = TypeVar("T")
 Rewrite = Callable[[Sequence[Segment]], Ids | None]
 
 
@@ -45,8 +47,8 @@ Rewrite = Callable[[Sequence[Segment]], Ids | None]
 class Limits:
   """What the driver imposes; an episode that meets one is cut, truncated and scored.
 
-  `turn_tokens` ends a turn, not the episode: the environment answers it as unfinished. `env_seconds` bounds
-  each call to the environment; beyond it the environment is at fault.
+  `turn_tokens` ends a turn, not the episode: the environment answers it as unfinished.
+  `env_seconds` bounds each call to the environment; beyond it the environment is at fault.
   """
 
   turn_tokens: int
@@ -62,12 +64,12 @@ class Limits:
 class Play:
   """How episodes are played: everything but the task.
 
-  `combine` makes a scalar of named reward parts. It is applied to the parts of each turn (turn rewards) and
-  to their sum over the episode, which is a success if it reaches `threshold`.
+  `combine` makes a scalar of named reward parts. It is applied to the parts of each turn (turn
+  rewards) and to their sum over the episode, which is a success if it reaches `threshold`.
 
-  `rewrite` may edit the context before a turn (trimming, summarising): it gets the segments so far and
-  returns the whole next prompt, or None to leave it. A result that does not extend the stream forks the
-  episode: a new sample, whose prompt carries no loss.
+  `rewrite` may edit the context before a turn (trimming, summarising): it gets the segments so far
+  and returns the whole next prompt, or None to leave it. A result that does not extend the stream
+  forks the episode: a new sample, whose prompt carries no loss.
   """
 
   build: BuildEnv
@@ -117,12 +119,9 @@ class _Progress:
       self.timings[phase] = self.timings.get(phase, 0.0) + time.monotonic() - start
 
 
-def turn_seed(run_seed: int, trajectory_id: str, turn: int, offset: int = 0) -> int:
-  """The sampling seed of a turn, in [0, 2**31): a hash, so any turn can be drawn again by itself.
-
-  `offset` is how many tokens of the turn are there already, when an aborted turn is continued.
-  """
-  key = f"{run_seed}\n{trajectory_id}\n{turn}\n{offset}".encode()
+def turn_seed(run_seed: int, trajectory_id: str, turn: int) -> int:
+  """The sampling seed of a turn, in [0, 2**31): a hash, so that any turn can be drawn again alone."""
+  key = f"{run_seed}\n{trajectory_id}\n{turn}".encode()
   return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 33
 
 
@@ -131,8 +130,8 @@ async def run_episode(
 ) -> Episode:
   """Plays one episode and closes its environment.
 
-  Returns a scored episode, or one whose outcome is FAULT when the environment, the engine or a log-prob
-  failed, with what had been sampled until then.
+  Returns a scored episode, or one whose outcome is FAULT when the environment, the engine or a log-
+  prob failed, with what had been sampled until then.
 
   Raises:
     EngineDead: the engine is gone; nobody else's episode can go on either.
@@ -149,7 +148,7 @@ async def run_episode(
     return _scored(play, progress, name, step, cut_reason, start)
   except EngineDead:
     raise
-  except Exception as error:  # noqa: BLE001  the one boundary: an episode's failure is its own
+  except Exception as error:  # the one boundary: an episode's failure is its own
     return _faulted(play, progress, name, error, start)
   finally:
     if env is not None:
@@ -159,7 +158,7 @@ async def run_episode(
 async def _play(
   play: Play, opening: Opening, progress: _Progress, trajectory_id: str, seed: int, start: float
 ) -> tuple[Step, str | None]:
-  """Turns until the environment ends or a limit cuts; returns the last step and the limit's name."""
+  """Turns until the environment ends or a limit cuts; returns the last step, the limit's name."""
   limits, env = play.limits, opening.env
   turn_limit = min(opening.turn_limit, limits.turns or opening.turn_limit)
   prompt = play.renderer.opening(opening.messages, opening.tools)
@@ -201,7 +200,9 @@ async def _play(
 async def _sample_turn(
   play: Play, progress: _Progress, trajectory_id: str, seed: int, room: int, start: float
 ) -> Generation:
-  """One turn of the policy, appended to the stream; aborted generations are continued as a prefix."""
+  """One turn of the policy, appended to the stream; an aborted generation is continued, with the
+  same seed: engines draw a token from the seed and its index in the stream.
+  """
   limits, turn = play.limits, progress.turns
   budget = min(limits.turn_tokens, room)
   prompt, parts, done = progress.stream(), [], 0
@@ -211,7 +212,7 @@ async def _sample_turn(
       max_new_tokens=budget - done,
       stop_token_ids=play.renderer.stop_token_ids,
       temperature=play.temperature,
-      seed=turn_seed(seed, trajectory_id, turn, done),
+      seed=turn_seed(seed, trajectory_id, turn),
     )
     remaining = limits.seconds - (time.monotonic() - start)
     context = np.concatenate([prompt, *(p.ids for p in parts)])
@@ -249,7 +250,7 @@ def _check(part: Generation, renderer: Renderer, where: str, budget: int) -> Non
   n = len(part.ids)
   if not n == len(part.logp) == len(part.version) or n > budget:
     raise EngineError(
-      f"{where}: {n} ids, {len(part.logp)} log-probs, {len(part.version)} versions, at most {budget} asked"
+      f"{where}: {n} ids, {len(part.logp)} log-probs, {len(part.version)} versions, asked for {budget}"
     )
   ids, logp = np.asarray(part.ids), np.asarray(part.logp)
   bad = np.flatnonzero((ids < 0) | (ids >= renderer.vocab_size))
@@ -281,7 +282,9 @@ def _take(progress: _Progress, step: Step) -> None:
 def _observe(
   play: Play, progress: _Progress, step: Step, generation: Generation, trajectory_id: str
 ) -> None:
-  """Appends what the policy sees next, or cuts where it does not fit; forks where the context is edited."""
+  """Appends what the policy sees next, or cuts where it does not fit; forks where the context is
+  edited.
+  """
   messages = [_shorten(m, play.limits.observation_chars, progress) for m in step.observation]
   delta = play.renderer.observation(messages, generation.finish)
   size = sum(len(ids) for _, ids in delta)
@@ -450,10 +453,11 @@ def _view_action(
   return view
 
 
-async def _within(call: Any, seconds: float, what: str) -> Any:
+async def _within(call: Awaitable[T], seconds: float, what: str) -> T:
   """Awaits an environment's call; a late one is the environment's fault."""
+  scope = asyncio.timeout(seconds)
   try:
-    async with asyncio.timeout(seconds) as scope:
+    async with scope:
       return await call
   except TimeoutError:
     if not scope.expired():
@@ -464,5 +468,5 @@ async def _within(call: Any, seconds: float, what: str) -> Any:
 async def _close(env: Env, trajectory_id: str, seconds: float) -> None:
   try:
     await _within(env.close(), seconds, "close")
-  except Exception as error:  # noqa: BLE001  the episode is decided; a leak is reported, not scored
+  except Exception as error:  # the episode is decided; a leak is reported, not scored
     logging.warning("episode %s: the environment did not close: %s", trajectory_id, error)

@@ -1,4 +1,6 @@
-"""Episodes of a scripted policy, as the records that training reads: demonstrations for supervised training."""
+"""Episodes of a scripted policy, as the records that training reads: demonstrations for supervised
+training.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -19,8 +21,8 @@ async def demonstrate(
 ) -> Episode:
   """One episode of `policy`, a function from all messages so far to the next action.
 
-  `play.engine` is not used. Actions are encoded by the renderer; their log-prob is 0 (a script is certain)
-  and their version -1 (no weights wrote them).
+  `play.engine` is not used. Actions are encoded by the renderer; their log-prob is 0 (a script is
+  certain) and their version -1 (no weights wrote them).
   """
   heard: list[Message] = []
 
