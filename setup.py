@@ -1,4 +1,4 @@
-"""Packaging. Exact versions live in `third_party/python/` (see its README); ranges here only say what works.
+"""Packaging: the ranges that work. Exact versions are in `third_party/python/`.
 
 `launch/`, `configs/` and `experiments/` are run from the repository root and are not installed.
 """
@@ -56,8 +56,8 @@ setup(
     ],
     "cuda13": ["jax[cuda13]>=0.10.2"],
     "tpu": ["jax[tpu]>=0.10.2"],
-    # The server has its own environment: third_party/sglang/install.sh. This is for machines where stock
-    # SGLang and its CUDA torch share one environment with the trainer.
+    # The server has its own environment: third_party/sglang/install.sh. This is for machines
+    # where stock SGLang and its CUDA torch share one environment with the trainer.
     "sglang": ["sglang==0.5.23"],
   },
 )

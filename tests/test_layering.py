@@ -32,7 +32,7 @@ ALLOWED = {
   "orchestrate": TOP | {"orchestrate"},
   "analysis": TOP | {"analysis"},
 }
-# Both are leaves of the house: nothing in the package may need them, and a paper's fork stays its own.
+# Nothing in the package may need these.
 LEAVES = {"experiments", "launch", "configs"}
 
 ALGORITHMS = re.compile(
@@ -55,7 +55,7 @@ def imports(path: pathlib.Path) -> set[str]:
       case ast.ImportFrom(level=0, module=str(module)):
         names |= {f"{module}.{alias.name}" for alias in node.names}
       case ast.ImportFrom(level=level) if level:
-        pytest.fail(f"{path.relative_to(ROOT)}:{node.lineno}: relative import; write the whole name")
+        pytest.fail(f"{path.relative_to(ROOT)}:{node.lineno}: relative import")
   return names
 
 
@@ -98,7 +98,7 @@ def test_names_of_algorithms_stay_in_their_places():
 
 
 def words(node: ast.AST) -> list[str]:
-  """The identifiers and code strings of a node. Docstrings may cite papers, so they are left out."""
+  """The identifiers and code strings of a node; docstrings may cite papers, so not those."""
   match node:
     case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
       return [name]
