@@ -234,18 +234,19 @@ class _Boxes:
   """Disjoint boxes, sorted on the axis that tells most of them apart."""
 
   def __init__(self, boxes: Sequence[Box]):
-    rank = len(boxes[0]) if boxes else 0
-    self.axis = max(range(rank), key=lambda a: len({box[a][0] for box in boxes}), default=None)
-    if self.axis is None:
+    rank = len(boxes[0])
+    self.axis = max(range(rank), key=lambda a: len({box[a][0] for box in boxes}), default=-1)
+    if self.axis < 0:  # scalars
       self.order = list(range(len(boxes)))
       return
-    self.order = sorted(range(len(boxes)), key=lambda i: boxes[i][self.axis])
-    self.starts = [boxes[i][self.axis][0] for i in self.order]
-    self.longest = max(boxes[i][self.axis][1] - boxes[i][self.axis][0] for i in self.order)
+    axis = self.axis
+    self.order = sorted(range(len(boxes)), key=lambda i: boxes[i][axis])
+    self.starts = [boxes[i][axis][0] for i in self.order]
+    self.longest = max(boxes[i][axis][1] - boxes[i][axis][0] for i in self.order)
 
   def meeting(self, box: Box) -> list[int]:
     """Indices of boxes that may meet `box`."""
-    if self.axis is None:
+    if self.axis < 0:
       return self.order
     start, stop = box[self.axis]
     first = bisect.bisect_left(self.starts, start - self.longest + 1)

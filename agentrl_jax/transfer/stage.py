@@ -29,10 +29,11 @@ NUMPY_DTYPES: Mapping[str, np.dtype] = {
 
 
 class Staged(NamedTuple):
-  """Packed weights on the host. `buffers[(rank, bucket)]` is uint8; `hashes` follow
+  """A round's packed weights on the host. `buffers[(rank, bucket)]` is uint8; `hashes` follow
   `plan.segments`.
   """
 
+  key: str
   plan: Plan
   buffers: Mapping[tuple[int, int], np.ndarray]
   hashes: tuple[str, ...]  # blake2b of 16 bytes, hex
@@ -70,8 +71,10 @@ def allocate(plan: Plan) -> dict[tuple[int, int], np.ndarray]:
   return {(b.rank, b.index): np.zeros(b.nbytes, np.uint8) for b in plan.buckets}
 
 
-def stage(plan: Plan, weights: Any, buffers: Mapping[tuple[int, int], np.ndarray]) -> Staged:
-  """Runs a plan's copies into `buffers` and hashes every segment.
+def stage(
+  plan: Plan, weights: Any, buffers: Mapping[tuple[int, int], np.ndarray], key: str
+) -> Staged:
+  """Runs a plan's copies into `buffers` for the round `key` and hashes every segment.
 
   Raises:
     ValueError: a weight is not finite, or a shard that the plan reads is not on this process; both
@@ -84,7 +87,7 @@ def stage(plan: Plan, weights: Any, buffers: Mapping[tuple[int, int], np.ndarray
       raise ValueError(f"{name} has a value that is not finite")
     _copy_leaf(leaf, tuple(group), plan.segments, buffers)
   hashes = hash_segments(plan.segments, buffers)
-  return Staged(plan, buffers, hashes, fingerprint(plan.segments, hashes))
+  return Staged(key, plan, buffers, hashes, fingerprint(plan.segments, hashes))
 
 
 def hash_segments(

@@ -1,0 +1,35 @@
+"""Ways to move staged buckets into an engine's memory, behind one small protocol."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+from agentrl_jax.transfer.control import Control
+from agentrl_jax.transfer.plan import Plan
+from agentrl_jax.transfer.stage import Staged
+
+
+class Transport(Protocol):
+  """What a round asks of a transport. `bucket_bytes` and `align` shape the plan.
+
+  A transport gives the staging memory, so that weights are packed where they are sent from.
+  """
+
+  name: str
+  bucket_bytes: int
+  align: int
+
+  def allocate(self, plan: Plan, key: str) -> Mapping[tuple[int, int], np.ndarray]:
+    """Zeroed staging buckets for the round `key`. Raises OSError, with the sizes, when they do not
+    fit.
+    """
+    ...
+
+  async def send(self, staged: Staged, peer: Control, ranks: int) -> None:
+    """Brings all buckets into one server of `ranks` tensor-parallel ranks. Raises CallError."""
+    ...
+
+  def release(self, key: str) -> None:
+    """Frees the staging of a round; unknown keys are ignored."""
+    ...

@@ -1,0 +1,142 @@
+"""The control calls of one SGLang server that a push needs, each with a deadline and a named
+failure.
+"""
+
+import asyncio
+from collections.abc import AsyncIterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import httpx
+
+from agentrl_jax.transfer.report import PushError
+
+Failure = Literal["unreachable", "refused", "lost"]
+
+
+class CallError(PushError):
+  """A control call failed.
+
+  "unreachable": it was never sent. "refused": the server answered no. "lost": it was sent and no
+  answer came, so it may have happened.
+  """
+
+  def __init__(self, failure: Failure, message: str):
+    super().__init__(message)
+    self.failure: Failure = failure
+
+
+class Held(NamedTuple):
+  """What a server says it serves: `version` is -1 before anything was published to it."""
+
+  run_id: str | None
+  version: int
+
+
+class RankChecksum(NamedTuple):
+  """A tensor-parallel rank's own checksum of each of its parameters, by the engine's names."""
+
+  rank: int
+  tensors: Mapping[str, str]
+
+
+class Control:
+  """One server by its URL; the client is shared and closed by the publisher."""
+
+  def __init__(self, url: str, client: httpx.AsyncClient, deadline: float):
+    self.url, self.client, self.deadline = url.rstrip("/"), client, deadline
+
+  async def held(self) -> Held:
+    """The version that is served, from "RUN:VERSION", "VERSION" or SGLang's "default"."""
+    answer = await self.call("GET", "/model_info")
+    text = str(answer.get("weight_version"))
+    run_id, _, number = text.rpartition(":")
+    if text == "default":
+      return Held(None, -1)
+    if not number.isdecimal():
+      raise CallError(
+        "refused", f"{self.url} reports weight version {text!r}, expected RUN:VERSION"
+      )
+    return Held(run_id or None, int(number))
+
+  async def facts(self) -> Mapping[str, Any]:
+    """The server's own arguments (device, dtype, tp_size, ...)."""
+    return await self.call("GET", "/server_info")
+
+  async def pause(self) -> None:
+    """Stops generation and requeues running requests; their KV is recomputed later."""
+    await self.call("POST", "/pause_generation", {"mode": "retract"})
+
+  async def resume(self) -> None:
+    """Continues generation."""
+    await self.call("POST", "/continue_generation", {})
+
+  async def flush(self) -> None:
+    """Empties the prefix cache; refused while requests run."""
+    await self.call("POST", "/flush_cache")
+
+  async def set_version(self, text: str) -> None:
+    """Names the weights it serves, without touching requests."""
+    body = {"new_version": text, "abort_all_requests": False}
+    await self.call("POST", "/update_weight_version", body)
+
+  async def checksums(self) -> tuple[RankChecksum, ...]:
+    """Each rank's checksums. Calls are served in order: an answer proves earlier writes ended."""
+    answer = await self.call("POST", "/weights_checker", {"action": "checksum"})
+    ranks = answer.get("ranks") or ()
+    if not ranks:
+      raise CallError("refused", f"{self.url}/weights_checker gave no checksums: {answer}")
+    try:
+      found = [RankChecksum(_rank(r["parallelism_info"]), r["checksums"]) for r in ranks]
+    except (KeyError, IndexError, TypeError) as error:
+      raise CallError("refused", f"{self.url}/weights_checker answer lacks {error}") from error
+    return tuple(sorted(found, key=lambda checksum: checksum.rank))
+
+  async def call(
+    self,
+    method: str,
+    path: str,
+    body: Mapping[str, Any] | None = None,
+    *,
+    content: AsyncIterable[bytes] | None = None,
+    length: int = 0,
+  ) -> Mapping[str, Any]:
+    """One request; `content` of `length` bytes is a JSON body sent as it is made.
+
+    Raises:
+      CallError: after at most `deadline` seconds.
+    """
+    where = f"{self.url}{path}"
+    options: dict[str, Any] = {}
+    if content is not None:
+      options = {
+        "content": content,
+        "headers": {"content-type": "application/json", "content-length": str(length)},
+      }
+    elif body is not None:
+      options = {"json": body}
+    try:
+      async with asyncio.timeout(self.deadline):
+        answer = await self.client.request(method, where, timeout=None, **options)
+    except (httpx.ConnectError, httpx.UnsupportedProtocol) as error:
+      raise CallError("unreachable", f"{where}: {error or type(error).__name__}") from error
+    except TimeoutError as error:
+      raise CallError("lost", f"{where} did not answer within {self.deadline:g} s") from error
+    except httpx.HTTPError as error:
+      raise CallError("lost", f"{where} broke off: {error or type(error).__name__}") from error
+    return _read(where, answer)
+
+
+def _rank(info: Any) -> int:
+  return int((info[0] if isinstance(info, list) else info)["tp_rank"])
+
+
+def _read(where: str, answer: httpx.Response) -> Mapping[str, Any]:
+  try:
+    data = answer.json()
+  except ValueError:
+    data = {}
+  data = data if isinstance(data, dict) else {}
+  if answer.status_code != 200 or data.get("success") is False:
+    reason = str(data.get("message") or data.get("error") or answer.text)[:500].strip()
+    raise CallError("refused", f"{where} answered {answer.status_code}: {reason}")
+  return data

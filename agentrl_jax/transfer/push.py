@@ -1,0 +1,422 @@
+"""The round that brings SGLang servers from one weight version to the next, as one transaction.
+
+prepare → stage → pause → send → verify → flush → version → continue. Weights are packed before
+generation pauses, so a server is idle only while it is written. A server writes in place: one that
+fails after its first byte stays paused (FENCED) and never answers with doubtful weights. No server
+is told the new version before its caches of the old one are gone.
+"""
+
+import asyncio
+import dataclasses
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from agentrl_jax.models.model import Model
+from agentrl_jax.transfer.control import CallError, Control, RankChecksum
+from agentrl_jax.transfer.engine_layout import expected_checksums
+from agentrl_jax.transfer.layout import assemblies
+from agentrl_jax.transfer.plan import Plan, Tensor, plan, whole
+from agentrl_jax.transfer.report import Clock, PushError, PushReport, State
+from agentrl_jax.transfer.stage import Staged, source_layout, stage
+from agentrl_jax.transfer.transports import Transport
+
+
+def sglang_publisher(
+  model: Model,
+  urls: Sequence[str],
+  *,
+  transport: Transport,
+  run_id: str,
+  deadline: float = 120.0,
+) -> "SGLangPublisher":
+  """A publisher for running servers that all serve `model`.
+
+  Args:
+    urls: one for each replica; each may be tensor parallel.
+    run_id: letters, digits, "-", "_" and "."; stamped on the servers with the version, and a server
+      stamped by another run is refused.
+    deadline: seconds for each call to a server.
+  """
+  if not re.fullmatch(r"[\w.-]+", run_id):
+    raise ValueError(f"run_id is {run_id!r}, expected letters, digits, '-', '_' and '.'")
+  if not urls or len(set(urls)) != len(urls):
+    raise ValueError(f"urls are {list(urls)}, expected one or more different ones")
+  return SGLangPublisher(model, urls, transport, run_id, deadline)
+
+
+@dataclasses.dataclass(eq=False)
+class _Peer:
+  """A server as this publisher knows it. Facts are read at the first contact."""
+
+  control: Control
+  ranks: int = 0
+  dtype: str = ""
+  exact: bool = False  # its checksums are ones that we can compute
+  seen: tuple[RankChecksum, ...] | None = None  # at the last commit
+
+  async def meet(self) -> None:
+    """Reads what kind of server it is, afresh: a restart may have changed it."""
+    facts = await self.control.facts()
+    try:
+      self.ranks, self.dtype = int(facts["tp_size"]), str(facts["dtype"]).removeprefix("torch.")
+      self.exact = facts["device"] == "cpu"
+      stages, replicas = int(facts.get("pp_size", 1)), int(facts.get("dp_size", 1))
+    except (KeyError, ValueError) as error:
+      raise CallError("refused", f"{self.control.url}/server_info lacks {error}") from error
+    if stages != 1 or replicas != 1:
+      message = f"has pp_size {stages} and dp_size {replicas}, only 1 is served"
+      raise CallError("refused", f"{self.control.url} {message}")
+    if not self.exact and self.seen is None:
+      self.seen = await self.control.checksums()
+
+
+@dataclasses.dataclass
+class _Round:
+  """One round's progress: who is still in it, who left and how."""
+
+  version: int
+  key: str
+  live: list[_Peer]
+  clock: Clock = dataclasses.field(default_factory=Clock)
+  ended: dict[_Peer, State] = dataclasses.field(default_factory=dict)
+  reasons: list[str] = dataclasses.field(default_factory=list)
+  untouched: set[_Peer] = dataclasses.field(default_factory=set)  # left before the first byte
+  paused_at: dict[_Peer, float] = dataclasses.field(default_factory=dict)
+  idle: float = 0.0
+  fingerprint: str = ""
+
+  def leave(self, peer: _Peer, state: State, reason: object) -> None:
+    self.live.remove(peer)
+    self.ended[peer] = state
+    self.reasons.append(str(reason))
+
+  def resumed(self, peer: _Peer) -> None:
+    if peer in self.paused_at:
+      self.idle = max(self.idle, time.perf_counter() - self.paused_at.pop(peer))
+
+  @property
+  def state(self) -> State:
+    states = set(self.ended.values())
+    if len(states) == 1:
+      return states.pop()
+    for worst in (State.COMMITTED, State.UNKNOWN):
+      if worst in states:
+        return State.PARTIAL if worst is State.COMMITTED else worst
+    return State.FENCED
+
+
+class SGLangPublisher:
+  """See `Publisher`. Rounds run one at a time; versions strictly increase."""
+
+  def __init__(
+    self, model: Model, urls: Sequence[str], transport: Transport, run_id: str, deadline: float
+  ):
+    self.model, self.transport, self.run_id, self.deadline = model, transport, run_id, deadline
+    self.blocked = ""  # why new rounds are refused
+    self.published = ""  # fingerprint of the last commit
+    self._client = httpx.AsyncClient()
+    self._peers = [_Peer(Control(url, self._client, deadline)) for url in urls]
+    self._plans: dict[tuple[tuple[Tensor, ...], str], Plan] = {}
+    self._held_staging: dict[str, Staged] = {}  # of UNKNOWN rounds: a server may still read it
+    self._running = False
+
+  async def publish(self, weights: Any, version: int) -> PushReport:
+    """See `Publisher.publish`.
+
+    A server that already holds `version` is verified, not written again, so a repeated round is a
+    no-op.
+    """
+    if self._running:
+      raise PushError(f"publish of version {version} while another round runs")
+    if self.blocked:
+      raise PushError(f"an earlier round ended badly, recover() first: {self.blocked}")
+    self._running = True
+    round = _Round(version, f"{self.run_id}-{version}", list(self._peers))
+    try:
+      await self._round(round, weights)
+    except PushError:
+      raise  # from prepare: nothing has changed
+    except BaseException as error:
+      self.blocked = f"round {round.key} was interrupted by {type(error).__name__}"
+      raise
+    finally:
+      self._running = False
+    return self._close_round(round)
+
+  async def recover(self, urls: Sequence[str] | None = None) -> None:
+    """See `Publisher.recover`; `urls` replaces the servers, where restarts changed their addresses.
+
+    A server answers calls in order, so its checksums prove that no earlier write is going on. It
+    stays paused, if it was, until the next round commits.
+    """
+    if urls is not None:
+      self._peers = [_Peer(Control(url, self._client, self.deadline)) for url in urls]
+
+    async def answers(peer: _Peer) -> None:
+      await peer.control.held()
+      await peer.control.checksums()
+
+    results = await asyncio.gather(*map(answers, self._peers), return_exceptions=True)
+    for error in results:
+      if isinstance(error, CallError):
+        raise PushError(f"not recovered: {error}") from error
+      if isinstance(error, BaseException):
+        raise error
+    for key in list(self._held_staging):
+      self._release(key)
+    self.blocked = ""
+
+  async def close(self) -> None:
+    """See `Publisher.close`."""
+    for key in list(self._held_staging):
+      self._release(key)
+    await self._client.aclose()
+
+  async def _round(self, round: _Round, weights: Any) -> None:
+    clock = round.clock
+    with clock.phase("prepare"):
+      holding = await self._prepare(round)
+      chosen = self._plan(weights, round)
+    with clock.phase("stage", chosen.nbytes):
+      staged = await self._stage(chosen, weights, round)
+    if staged is None:
+      return
+    self._held_staging[round.key] = staged
+    writing = [peer for peer in round.live if peer not in holding]
+    with clock.phase("pause"):
+      await self._each(round, writing, self._pause)
+    expected = asyncio.create_task(self._expected(staged, round))
+    with clock.phase("send", chosen.nbytes * len(writing)):
+      await self._each(round, writing, lambda r, peer: self._send(r, peer, staged))
+    with clock.phase("verify"):
+      checksums = await expected
+      await self._each(round, round.live, lambda r, peer: self._verify(r, peer, checksums))
+      self._compare_replicas(round)
+    with clock.phase("flush"):
+      await self._each(round, writing, self._flush)
+    with clock.phase("version"):
+      await self._each(round, writing, self._set_version)
+    with clock.phase("continue"):
+      await self._each(round, round.live, self._resume)
+      await self._settle_untouched(round)
+
+  async def _prepare(self, round: _Round) -> set[_Peer]:
+    """Meets every server. Returns those that already hold the version."""
+    holding: set[_Peer] = set()
+    refused: list[str] = []
+
+    async def meet(round: _Round, peer: _Peer) -> None:
+      try:
+        held = await peer.control.held()
+        await peer.meet()
+      except CallError as error:
+        round.leave(peer, State.FENCED, error)
+        return
+      if held.run_id not in (None, self.run_id):
+        refused.append(f"{peer.control.url} serves run {held.run_id!r}, this is {self.run_id!r}")
+      elif held.version > round.version:
+        refused.append(
+          f"{peer.control.url} holds version {held.version}, refusing to publish {round.version}: "
+          "restart it, or resume from its version"
+        )
+      elif held.version == round.version and held.run_id is not None:
+        holding.add(peer)
+
+    await self._each(round, round.live, meet)
+    if refused:
+      raise PushError("; ".join(refused))
+    dtypes = {peer.dtype for peer in round.live}
+    if not dtypes:
+      raise PushError("no server answers: " + "; ".join(round.reasons))
+    if len(dtypes) > 1:
+      raise PushError(f"servers compute in different dtypes: {sorted(dtypes)}")
+    return holding
+
+  def _plan(self, weights: Any, round: _Round) -> Plan:
+    source, dtype = source_layout(weights), round.live[0].dtype
+    if (source, dtype) not in self._plans:
+      try:
+        made = assemblies(self.model.rules, {t.name: t.shape for t in source})
+        self._plans[source, dtype] = plan(
+          source,
+          whole(made, dtype),
+          made,
+          bucket_bytes=self.transport.bucket_bytes,
+          align=self.transport.align,
+          split=False,
+        )
+      except ValueError as error:
+        raise PushError(f"no plan from the weight tree to the servers: {error}") from error
+    return self._plans[source, dtype]
+
+  async def _stage(self, chosen: Plan, weights: Any, round: _Round) -> Staged | None:
+    """Packs off the event loop. On failure every live server leaves ABORTED, untouched."""
+
+    def work() -> Staged:
+      return stage(chosen, weights, self.transport.allocate(chosen, round.key), round.key)
+
+    try:
+      staged = await asyncio.to_thread(work)
+    except (ValueError, OSError, MemoryError) as error:
+      self.transport.release(round.key)
+      for peer in list(round.live):
+        round.leave(peer, State.ABORTED, f"stage: {error}")
+      return None
+    round.fingerprint = staged.fingerprint
+    return staged
+
+  async def _each(
+    self,
+    round: _Round,
+    peers: Iterable[_Peer],
+    act: Callable[[_Round, _Peer], Awaitable[None]],
+  ) -> None:
+    await asyncio.gather(*(act(round, peer) for peer in peers if peer in round.live))
+
+  async def _pause(self, round: _Round, peer: _Peer) -> None:
+    round.paused_at[peer] = time.perf_counter()
+    try:
+      await peer.control.pause()
+    except CallError as error:
+      round.untouched.add(peer)
+      round.leave(peer, State.ABORTED, error)
+
+  async def _send(self, round: _Round, peer: _Peer, staged: Staged) -> None:
+    try:
+      await self.transport.send(staged, peer.control, peer.ranks)
+    except CallError as error:
+      if error.failure != "lost":
+        round.leave(peer, State.FENCED, error)
+        return
+      try:  # ask before deciding: the answer also proves that the write has ended
+        await peer.control.checksums()
+      except CallError as silence:
+        round.leave(peer, State.UNKNOWN, f"{error}; {silence}")
+      else:
+        round.leave(peer, State.FENCED, error)
+
+  async def _expected(self, staged: Staged, round: _Round) -> Mapping[int, Sequence[Mapping]]:
+    """By tensor-parallel size, what the ranks of servers on CPU must report."""
+    tensors = {segment.name: staged.view(segment) for segment in staged.plan.segments}
+    sizes = sorted({peer.ranks for peer in round.live if peer.exact})
+    return {n: await asyncio.to_thread(expected_checksums, tensors, n) for n in sizes}
+
+  async def _verify(self, round: _Round, peer: _Peer, expected: Mapping) -> None:
+    try:
+      got = await peer.control.checksums()
+    except CallError as error:
+      round.leave(peer, State.FENCED, error)
+      return
+    if peer.exact:
+      wrong = _differences(got, expected[peer.ranks])
+    else:
+      same = got == peer.seen and round.fingerprint != self.published != ""
+      wrong = "none of its weights changed" if same else ""
+    if wrong:
+      round.leave(peer, State.FENCED, f"{peer.control.url} failed verification: {wrong}")
+    peer.seen = got
+
+  def _compare_replicas(self, round: _Round) -> None:
+    """Replicas of one layout must hold the same bytes; no vote is taken on who is right."""
+    groups: dict[tuple[bool, int], list[_Peer]] = {}
+    for peer in round.live:
+      groups.setdefault((peer.exact, peer.ranks), []).append(peer)
+    for peers in groups.values():
+      if any(peer.seen != peers[0].seen for peer in peers):
+        for peer in peers:
+          round.leave(peer, State.FENCED, f"{peer.control.url} differs from its replicas")
+
+  async def _flush(self, round: _Round, peer: _Peer) -> None:
+    try:
+      await peer.control.flush()
+    except CallError as error:
+      round.leave(peer, State.FENCED, error)
+
+  async def _set_version(self, round: _Round, peer: _Peer) -> None:
+    text = f"{self.run_id}:{round.version}"
+    try:
+      await peer.control.set_version(text)
+    except CallError as error:
+      try:
+        held = await peer.control.held()
+      except CallError as silence:
+        round.leave(peer, State.FENCED, f"{error}; {silence}")
+        return
+      if (held.run_id, held.version) != (self.run_id, round.version):
+        round.leave(peer, State.FENCED, error)
+
+  async def _resume(self, round: _Round, peer: _Peer) -> None:
+    try:
+      await _twice(peer.control.resume)
+    except CallError as error:
+      round.leave(peer, State.FENCED, error)
+    else:
+      round.resumed(peer)
+
+  async def _settle_untouched(self, round: _Round) -> None:
+    """Servers that never got a byte: beside a commit they stay paused, else they go on with the
+    old.
+    """
+    for peer in round.untouched:
+      try:
+        if round.live:
+          raise CallError("refused", f"{peer.control.url} missed version {round.version}")
+        await _twice(peer.control.resume)
+        round.resumed(peer)
+      except CallError as error:
+        round.ended[peer] = State.FENCED
+        round.reasons.append(str(error))
+
+  def _close_round(self, round: _Round) -> PushReport:
+    for peer in round.live:
+      round.ended[peer] = State.COMMITTED
+    now = time.perf_counter()
+    idle = max([round.idle, *(now - start for start in round.paused_at.values())])
+    state, message = round.state, "; ".join(round.reasons)
+    if state is State.COMMITTED:
+      self.published = round.fingerprint
+    if state not in (State.COMMITTED, State.ABORTED):
+      self.blocked = message
+    if State.UNKNOWN not in round.ended.values():
+      self._release(round.key)
+    receivers = {peer.control.url: ended for peer, ended in round.ended.items()}
+    return PushReport(
+      round.version,
+      state,
+      self.transport.name,
+      round.clock.phases,
+      round.fingerprint,
+      idle,
+      receivers,
+      message,
+    )
+
+  def _release(self, key: str) -> None:
+    self._held_staging.pop(key, None)
+    self.transport.release(key)
+
+
+async def _twice(call: Callable[[], Awaitable[None]]) -> None:
+  """An idempotent call, once more when its answer was lost."""
+  try:
+    await call()
+  except CallError as error:
+    if error.failure != "lost":
+      raise
+    await call()
+
+
+def _differences(got: Sequence[RankChecksum], expected: Sequence[Mapping[str, str]]) -> str:
+  """One line on the first wrong or missing parameter, or ""."""
+  if [rank for rank, _ in got] != list(range(len(expected))):
+    return f"ranks {[rank for rank, _ in got]} answered, expected {len(expected)}"
+  for rank, tensors in got:
+    wrong = [name for name, text in expected[rank].items() if tensors.get(name) != text]
+    if wrong:
+      what = "differs" if wrong[0] in tensors else "is not there"
+      return f"{wrong[0]} of rank {rank} {what} ({len(wrong)} of {len(expected[rank])} wrong)"
+  return ""

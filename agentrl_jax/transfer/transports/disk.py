@@ -1,0 +1,123 @@
+"""Safetensors files in shared memory that the server reads: packed in place, never copied on our
+side.
+
+A round's files are mapped and filled in a directory named `*.partial`, which is renamed when
+complete: what the server is told to read is always whole.
+"""
+
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from agentrl_jax.transfer.control import Control
+from agentrl_jax.transfer.plan import Plan, Segment
+from agentrl_jax.transfer.stage import Staged
+
+_SAFETENSORS_DTYPES = {
+  "float32": "F32",
+  "bfloat16": "BF16",
+  "float16": "F16",
+  "int32": "I32",
+  "uint8": "U8",
+  "bool": "BOOL",
+}
+
+
+class DiskTransport:
+  """Pushes through `/update_weights_from_disk`.
+
+  Args:
+    root: directory in a memory file system that this process and the servers see; made if absent.
+    bucket_bytes: most bytes of a file, unless one tensor is larger.
+  """
+
+  name = "disk"
+  align = 1  # the format allows no gaps; tensors of one dtype stay aligned to it
+
+  def __init__(self, root: str | os.PathLike[str], *, bucket_bytes: int = 1 << 30):
+    self.root, self.bucket_bytes = Path(root), bucket_bytes
+
+  def allocate(self, plan: Plan, key: str) -> Mapping[tuple[int, int], np.ndarray]:
+    """Maps one file for each bucket, with its header written and its space reserved.
+
+    Raises:
+      OSError: naming bytes needed and free when the file system cannot hold them.
+    """
+    self.release(key)
+    partial = self._directory(key, partial=True)
+    partial.mkdir(parents=True, mode=0o700)
+    free = os.statvfs(self.root).f_bavail * os.statvfs(self.root).f_frsize
+    if free < plan.nbytes:
+      shutil.rmtree(partial)
+      raise OSError(
+        f"{self.root} has {free / 1e6:.0f} MB free, the weights need {plan.nbytes / 1e6:.0f} MB"
+      )
+    try:
+      return {
+        (bucket.rank, bucket.index): _map(
+          partial / f"model-{number + 1:05}-of-{len(plan.buckets):05}.safetensors",
+          [s for s in plan.segments if (s.rank, s.bucket) == (bucket.rank, bucket.index)],
+          bucket.nbytes,
+        )
+        for number, bucket in enumerate(plan.buckets)
+      }
+    except OSError as error:
+      shutil.rmtree(partial)
+      raise OSError(
+        f"{self.root} cannot hold {plan.nbytes / 1e6:.0f} MB of weights: {error.strerror}"
+      ) from error
+
+  async def send(self, staged: Staged, peer: Control, ranks: int) -> None:
+    """Has the server read the files; every rank slices what it needs."""
+    del ranks
+    directory = self._directory(staged.key)
+    partial = self._directory(staged.key, partial=True)
+    if partial.exists():
+      partial.rename(directory)
+    await peer.call(
+      "POST",
+      "/update_weights_from_disk",
+      {"model_path": str(directory), "load_format": "safetensors", "flush_cache": False},
+    )
+
+  def release(self, key: str) -> None:
+    """Removes the round's files, complete or not."""
+    for partial in (True, False):
+      shutil.rmtree(self._directory(key, partial=partial), ignore_errors=True)
+
+  def _directory(self, key: str, *, partial: bool = False) -> Path:
+    if not key or key in (".", "..") or "/" in key or "\0" in key:
+      raise ValueError(f"round key {key!r} is no file name")
+    return self.root / (f"{key}.partial" if partial else key)
+
+
+def safetensors_header(segments: Sequence[Segment]) -> bytes:
+  """The length-prefixed header of a safetensors file of these segments, padded to 64 bytes."""
+  entries = {
+    s.name: {
+      "dtype": _SAFETENSORS_DTYPES[s.dtype],
+      "shape": list(s.shape),
+      "data_offsets": [s.offset, s.offset + s.nbytes],
+    }
+    for s in sorted(segments, key=lambda s: s.offset)
+  }
+  text = json.dumps(entries, separators=(",", ":")).encode()
+  text += b" " * (-(8 + len(text)) % 64)
+  return len(text).to_bytes(8, "little") + text
+
+
+def _map(path: Path, segments: Sequence[Segment], nbytes: int) -> np.ndarray:
+  header = safetensors_header(segments)
+  descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+  try:
+    os.posix_fallocate(descriptor, 0, len(header) + nbytes)
+    os.pwrite(descriptor, header, 0)
+    mapped = mmap.mmap(descriptor, len(header) + nbytes)
+  finally:
+    os.close(descriptor)
+  return np.frombuffer(mapped, np.uint8)[len(header) :]

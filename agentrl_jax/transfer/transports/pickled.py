@@ -1,0 +1,103 @@
+"""Torch tensors in the pickle form that a SGLang server reads, written without torch.
+
+The server unpickles with an allow list and calls `torch.load(weights_only=True)` for storages. This
+writes
+those opcodes directly: one storage of bytes in torch's legacy stream (five small pickles, an
+  element count, raw data), and objects that refer to it. A payload is `head + data + tail`: the
+  data is never copied here.
+"""
+
+import pickle
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from agentrl_jax.transfer.plan import Segment
+
+_MAGIC = 0x1950A86A20F9469CFC6C  # torch/serialization.py, MAGIC_NUMBER
+_PROTOCOL = 1001  # torch/serialization.py, PROTOCOL_VERSION
+_SIZES = {"protocol_version": _PROTOCOL, "little_endian": True,
+          "type_sizes": {"short": 2, "int": 4, "long": 4}}  # fmt: skip
+
+
+class Payload(NamedTuple):
+  """A pickle in three runs of bytes; `nbytes` of data belong between head and tail."""
+
+  head: bytes
+  nbytes: int
+  tail: bytes
+
+
+def flattened_bucket(segments: Sequence[Segment], nbytes: int) -> Payload:
+  """`{"flattened_tensor": uint8 [nbytes], "metadata": [SimpleNamespace(...)]}` of one bucket.
+
+  Args:
+    segments: what the bucket holds; each must be a whole tensor.
+    nbytes: of the bucket.
+  Raises:
+    ValueError: naming a segment that is a part, lies outside or overlaps: the server would die of
+      it.
+  """
+  _check(segments, nbytes)
+  stored = _storage(nbytes)
+  head = b"".join([
+    b"\x80\x04}(", _text("flattened_tensor"),
+    _global("torch._utils", "_rebuild_tensor_v2"), b"(",
+    _global("torch.storage", "_load_from_bytes"), b"(",
+    b"\x8e", struct.pack("<Q", len(stored.head) + nbytes), stored.head,
+  ])  # fmt: skip
+  size = _int(nbytes)
+  tail = b"".join([
+    b"tR", _int(0), size, b"\x85", _int(1), b"\x85", b"\x89",
+    _global("collections", "OrderedDict"), b")R", b"tR",
+    _text("metadata"), b"](", *(_metadata(segment) for segment in segments), b"e", b"u.",
+  ])  # fmt: skip
+  return Payload(head, nbytes, tail)
+
+
+def _check(segments: Sequence[Segment], nbytes: int) -> None:
+  end = 0
+  for segment in sorted(segments, key=lambda s: s.offset):
+    if segment.part != (0, 1):
+      raise ValueError(f"{segment.name} is part {segment.part}, the server takes whole tensors")
+    if segment.offset < end or segment.offset + segment.nbytes > nbytes:
+      raise ValueError(
+        f"{segment.name} at {segment.offset} of {segment.nbytes} bytes overlaps or is outside"
+      )
+    end = segment.offset + segment.nbytes
+
+
+def _storage(nbytes: int) -> Payload:
+  persistent = b"".join([
+    b"\x80\x02(", _text("storage"), _global("torch", "ByteStorage"), _text("0"), _text("cpu"),
+    _int(nbytes), b"NtQ.",
+  ])  # fmt: skip
+  parts = [pickle.dumps(value, 2) for value in (_MAGIC, _PROTOCOL, _SIZES)]
+  parts += [persistent, pickle.dumps(["0"], 2), struct.pack("<q", nbytes)]
+  return Payload(b"".join(parts), nbytes, b"")
+
+
+def _metadata(segment: Segment) -> bytes:
+  fields = {
+    "start_idx": _int(segment.offset),
+    "end_idx": _int(segment.offset + segment.nbytes),
+    "numel": _int(segment.nbytes),
+    "name": _text(segment.name),
+    "shape": b"(" + b"".join(_int(n) for n in segment.shape) + b"t",
+    "dtype": _global("torch", segment.dtype),
+  }
+  state = b"}(" + b"".join(_text(key) + value for key, value in fields.items()) + b"u"
+  return _global("types", "SimpleNamespace") + b")R" + state + b"b"
+
+
+def _global(module: str, name: str) -> bytes:
+  return f"c{module}\n{name}\n".encode()
+
+
+def _text(value: str) -> bytes:
+  data = value.encode()
+  return b"X" + struct.pack("<I", len(data)) + data
+
+
+def _int(value: int) -> bytes:
+  return pickle.dumps(value, 2)[2:-1]
