@@ -1,0 +1,130 @@
+"""`prepare` sees the whole batch once; `step` sums gradients over micro-batches and updates.
+
+The loss is a plain weighted sum, so gradients of micro-batches add with no rescaling.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
+
+from agentrl_jax.learner.evaluate import cast, policy_eval
+from agentrl_jax.learner.rows import split, take
+from agentrl_jax.learner.state import TrainState, abstract_state, state_shardings
+from agentrl_jax.models.model import Model, Weights
+from agentrl_jax.types import Algorithm, Aux, LossBatch, Metric, Metrics, TrajectoryBatch
+
+PrepareFn = Callable[[TrajectoryBatch, Aux], LossBatch]
+StepFn = Callable[[TrainState, LossBatch], tuple[TrainState, Metrics]]
+
+
+def make_prepare(algorithm: Algorithm) -> PrepareFn:
+  """A jitted function that turns a batch and frozen model outputs into what the loss reads.
+
+  It raises ValueError where `Aux` lacks what the algorithm needs.
+  """
+
+  def prepare(batch: TrajectoryBatch, aux: Aux) -> LossBatch:
+    missing = sorted(name for name in algorithm.needs if getattr(aux, name) is None)
+    if missing:
+      raise ValueError(f"the algorithm needs {', '.join(missing)}, which Aux does not hold")
+    credit = algorithm.advantage(batch, aux)
+    return LossBatch(batch, aux, credit, algorithm.weight(batch, aux, credit))
+
+  unknown = sorted(algorithm.needs - set(Aux.__dataclass_fields__))
+  if unknown:
+    raise ValueError(
+      f"the algorithm needs {', '.join(unknown)}; Aux has {', '.join(Aux.__dataclass_fields__)}"
+    )
+  return jax.jit(prepare)
+
+
+def make_step(
+  model: Model,
+  optimizer: optax.GradientTransformation,
+  algorithm: Algorithm,
+  mesh: Mesh,
+  *,
+  micro_rows: int,
+  temperature: float = 1.0,
+  dtype: DTypeLike = jnp.float32,
+) -> StepFn:
+  """One jitted optimizer step; the state that goes in is donated.
+
+  Args:
+    model: the model.
+    optimizer: an optax transformation of float32 gradients.
+    algorithm: whose loss is differentiated.
+    mesh: where the state lives.
+    micro_rows: rows each data shard handles at a time; B must be a multiple of micro_rows x data
+      shards, and a trajectory must lie within one such block.
+    temperature: the sampling temperature.
+    dtype: what the model computes in, cast once a step from the master weights; gradients add up
+      in float32.
+
+  Returns:
+    step(state, batch) -> (state, metrics): the loss's own metrics summed over micro-batches, and
+    `loss`, `gradient_norm` (before clipping), `update_norm`, `skipped`. A step whose loss or
+    gradient is not finite leaves weights and optimizer state as they were and counts in `skipped`.
+    Micro-batches in which no token has weight are not computed.
+  """
+  placed = state_shardings(abstract_state(model, optimizer, mesh))
+
+  def loss(weights: Weights, batch: LossBatch) -> tuple[Float[Array, ""], Metrics]:
+    policy = policy_eval(model, weights, batch.traj, temperature=temperature, dtype=dtype)
+    return algorithm.loss(policy, batch)
+
+  def gradients_of(weights: Weights, batch: LossBatch) -> tuple[Weights, Float[Array, ""], Metrics]:
+    compute = cast(weights, dtype)
+    blocks, _ = split(batch, micro_rows, mesh)
+    busy = (blocks.weight != 0).any(axis=(1, 2))
+    order = jnp.argsort(jnp.logical_not(busy), stable=True)  # those with work come first
+    differentiate = jax.value_and_grad(loss, has_aux=True)
+
+    def add_block(index: Array, total: tuple) -> tuple:
+      gradients, value, metrics = total
+      (more, more_metrics), slope = differentiate(compute, take(blocks, order[index]))
+      gradients = jax.tree.map(lambda a, b: a + b.astype(a.dtype), gradients, slope)
+      gradients = jax.lax.with_sharding_constraint(gradients, placed.weights)
+      return gradients, value + more, jax.tree.map(jnp.add, metrics, more_metrics)
+
+    value, metrics = jax.eval_shape(loss, compute, take(blocks, order[0]))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (weights, value, metrics))
+    return jax.lax.fori_loop(0, busy.sum(dtype=jnp.int32), add_block, zeros)
+
+  def step(state: TrainState, batch: LossBatch) -> tuple[TrainState, Metrics]:
+    gradients, value, metrics = gradients_of(state.weights, batch)
+    norm = optax.tree.norm(gradients)
+    good = jnp.isfinite(norm) & jnp.isfinite(value)
+    with jax.numpy_dtype_promotion("standard"):  # optax raises Python floats to integer counts
+      updates, opt_state = optimizer.update(gradients, state.opt_state, state.weights)
+    weights = optax.apply_updates(state.weights, updates)
+    metrics = {
+      **_choose(good, metrics, jax.tree.map(jnp.zeros_like, metrics)),
+      "loss": _scalar(value, good),
+      "gradient_norm": _scalar(norm, good),
+      "update_norm": _scalar(optax.tree.norm(updates), good),
+      "skipped": Metric(1.0 - good.astype(jnp.float32), jnp.ones((), jnp.float32)),
+    }
+    new = TrainState(
+      step=state.step + 1,
+      skipped=state.skipped + jnp.logical_not(good).astype(jnp.int32),
+      weights=_choose(good, weights, state.weights),
+      opt_state=_choose(good, opt_state, state.opt_state),
+    )
+    return new, metrics
+
+  return jax.jit(step, donate_argnums=0, out_shardings=(placed, placed.step))
+
+
+def _choose(good: Bool[Array, ""], new: Any, old: Any) -> Any:
+  return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
+
+
+def _scalar(x: Float[Array, ""], good: Bool[Array, ""]) -> Metric:
+  return Metric(jnp.where(good, x, 0.0), good.astype(jnp.float32))
