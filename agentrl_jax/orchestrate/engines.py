@@ -4,6 +4,8 @@ to life.
 
 import asyncio
 import dataclasses
+import hashlib
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +20,8 @@ from agentrl_jax.sampler.engine import EmbeddedEngine
 from agentrl_jax.transfer.embedded import embedded_publisher
 from agentrl_jax.transfer.push import sglang_publisher
 from agentrl_jax.transfer.report import Publisher, PushError, PushReport, State
+from agentrl_jax.transfer.transports import Transport
+from agentrl_jax.transfer.transports.disk import DiskTransport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +84,7 @@ def sglang(
   dtype: str = "float32",
   tensor_parallel: int = 1,
   port: int = 0,
-  transport: str = "disk",
+  transport: Callable[[], Transport] = DiskTransport,
   start_seconds: float = 300.0,
   call_seconds: float = 300.0,
   push_seconds: float = 120.0,
@@ -92,7 +96,8 @@ def sglang(
     dtype: what it computes in.
     tensor_parallel: devices (on CPU: cores) it is cut over.
     port: 0 takes a free one.
-    transport: "disk" (safetensors on shared memory) or "tensor" (flattened buckets in the request).
+    transport: makes the way in which weights move: `DiskTransport` (safetensors on shared memory)
+      or `TensorTransport` (buckets in the request).
     start_seconds: deadline until it answers.
     call_seconds: deadline of one turn.
     push_seconds: deadline of each phase of a push.
@@ -119,9 +124,8 @@ def sglang(
       publisher = sglang_publisher(
         context.model,
         [server.url],
-        transport=transport,
-        tensor_parallel=tensor_parallel,
-        dtype=dtype,
+        transport=transport(),
+        run_id=_run_id(context.workdir),
         deadline=push_seconds,
       )
       host = _SGLang(server, engine, publisher)
@@ -167,6 +171,13 @@ class _SGLang:
     await self.publisher.close()
     await self.engine.close()
     await asyncio.to_thread(self.server.close)
+
+
+def _run_id(workdir: Path) -> str:
+  """The same for every start of one run, different for two runs whose folders share a name."""
+  path = workdir.resolve()
+  digest = hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()
+  return re.sub(r"[^\w.-]", "_", f"{path.name}-{digest}")
 
 
 def require_committed(report: PushReport) -> PushReport:

@@ -39,7 +39,9 @@ class DiskTransport:
   name = "disk"
   align = 1  # the format allows no gaps; tensors of one dtype stay aligned to it
 
-  def __init__(self, root: str | os.PathLike[str], *, bucket_bytes: int = 1 << 30):
+  def __init__(
+    self, root: str | os.PathLike[str] = "/dev/shm/agentrl", *, bucket_bytes: int = 1 << 30
+  ):
     self.root, self.bucket_bytes = Path(root), bucket_bytes
 
   def allocate(self, plan: Plan, key: str) -> Mapping[tuple[int, int], np.ndarray]:
