@@ -14,3 +14,5 @@ import jax  # noqa: E402
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_debug_nans", True)
+
+pytest_plugins = ["tests.sglang_fixture"]

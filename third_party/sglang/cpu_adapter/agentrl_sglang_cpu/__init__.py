@@ -1,8 +1,9 @@
-"""Declares torchvision's two operators just before torchvision is imported, so that the import succeeds.
+"""Declares torchvision's two operators just before torchvision is imported, so that the import
+succeeds.
 
-Python runs this at start-up through a .pth file. torchvision's Python side registers fake kernels for `nms`
-and `qnms`, which its compiled library defines; against a CPU build of torch that library may not load, and
-then the import fails although no text model calls either operator.
+Python runs this at start-up through a .pth file. torchvision's Python side registers fake kernels
+for `nms` and `qnms`, which its compiled library defines; against a CPU build of torch that library
+may not load, and then the import fails although no text model calls either operator.
 """
 
 import sys

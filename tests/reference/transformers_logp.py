@@ -1,0 +1,30 @@
+"""Log-probs of given tokens by transformers in float32; run as a script by a Python that has it.
+
+Reads JSON from stdin, {model, temperature, samples: [[prompt ids, sampled ids], ...]}; prints JSON,
+one list of log-probs a sample.
+"""
+
+import json
+import sys
+
+import torch
+import transformers
+
+
+def main() -> None:
+  job = json.load(sys.stdin)
+  model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+  result = []
+  for prompt, sampled in job["samples"]:
+    with torch.no_grad():
+      logits = model(torch.tensor([prompt + sampled])).logits[0]
+    row = []
+    for k, token in enumerate(sampled):
+      scaled = logits[len(prompt) + k - 1] / job["temperature"]
+      row.append((scaled[token] - torch.logsumexp(scaled, 0)).item())
+    result.append(row)
+  print(json.dumps(result))
+
+
+if __name__ == "__main__":
+  main()
