@@ -6,12 +6,16 @@ attends to nothing and gets zeros. Axis letters as in `layers`; G = N / K query 
 value head, S counts keys.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 _BLOCK = 128  # queries and keys a block; also what a masked block skipped saves
 _PLAIN_LENGTH = 256  # up to here the whole [T T] score matrix is smaller than the blocks' overhead
+Carry = tuple[Array, Array, Array]  # running sums of a loop over blocks
+
 _LOW = -1e30  # masked scores: finite, so that no gradient is inf - inf
 
 
@@ -39,6 +43,31 @@ def attend_plain(
   mask = _same_sample(sample, sample) & causal[None]
   mixed = _softmax_mix(_grouped(query, key.shape[2]), _heads_first(key), _heads_first(value), mask)
   return _ungrouped(mixed)
+
+
+def attend_blockwise(
+  query: Float[Array, "B T N H"],
+  key: Float[Array, "B T K H"],
+  value: Float[Array, "B T K H"],
+  sample: Int[Array, "B T"],
+  *,
+  block: int = _BLOCK,
+) -> Float[Array, "B T N H"]:
+  """The same in memory linear in T, forward and backward (Dao et al. 2022), block by block.
+
+  Blocks above the diagonal, and those before the samples of every row begin, are skipped. A sample
+  must be contiguous in its row.
+  """
+  length = query.shape[1]
+  extra = -length % block
+
+  def pad(x: Array, fill: int) -> Array:
+    return jnp.pad(x, [(0, 0), (0, extra), *[(0, 0)] * (x.ndim - 2)], constant_values=fill)
+
+  queries = _grouped(pad(query, 0), key.shape[2])
+  keys, values = _heads_first(pad(key, 0)), _heads_first(pad(value, 0))
+  mixed = _blockwise(block, queries, keys, values, pad(sample, -1))
+  return _ungrouped(mixed)[:, :length]
 
 
 def attend_cache(
@@ -100,3 +129,133 @@ def _softmax_mix(
   total = jnp.sum(weight, axis=-1, keepdims=True)
   weight = (weight / jnp.where(total > 0, total, 1.0)).astype(value.dtype)
   return jnp.einsum("bkgts,bksh->bkgth", weight, value)
+
+
+def _first_blocks(sample: Int[Array, "B T"], block: int) -> Int[Array, "T/block"]:
+  """The first key block that each query block needs in any row; never decreases."""
+  index = jnp.arange(sample.shape[1])[None]
+  before = jnp.pad(sample[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+  starts = jnp.where(sample != before, index, 0)
+  start = jnp.where(sample < 0, index, jax.lax.cummax(starts, axis=1))
+  return jnp.min(start.reshape(sample.shape[0], -1, block), axis=(0, 2)) // block
+
+
+def _part(x: Array, number: Int[Array, ""], block: int, axis: int) -> Array:
+  return jax.lax.dynamic_slice_in_dim(x, number * block, block, axis)
+
+
+def _block_mask(
+  sample: Int[Array, "B T"], row: Int[Array, ""], column: Int[Array, ""], block: int
+) -> Bool[Array, "B 1 1 block block"]:
+  within = jnp.arange(block)
+  causal = (row * block + within)[:, None] >= (column * block + within)[None, :]
+  same = _same_sample(_part(sample, row, block, 1), _part(sample, column, block, 1))
+  return (same & causal[None])[:, None, None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _blockwise(
+  block: int,
+  query: Float[Array, "B K G T H"],
+  key: Float[Array, "B K T H"],
+  value: Float[Array, "B K T H"],
+  sample: Int[Array, "B T"],
+) -> Float[Array, "B K G T H"]:
+  return _blockwise_forward(block, query, key, value, sample)[0]
+
+
+def _blockwise_forward(
+  block: int, query: Array, key: Array, value: Array, sample: Array
+) -> tuple[Array, tuple[Array, ...]]:
+  """Online softmax over key blocks; keeps the log of each row's normaliser for the backward pass."""
+  first = _first_blocks(sample, block)
+
+  def row_block(row: Array) -> tuple[Array, Array]:
+    queries = _part(query, row, block, 3)
+
+    def column_block(
+      column: Array, carry: tuple[Array, Array, Array]
+    ) -> tuple[Array, Array, Array]:
+      mixed, total, peak = carry
+      mask = _block_mask(sample, row, column, block)
+      scores = jnp.where(mask, _scores(queries, _part(key, column, block, 2)), _LOW)
+      new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1, keepdims=True))
+      weight = jnp.where(mask, jnp.exp(scores - new_peak), 0.0)
+      shrink = jnp.exp(peak - new_peak)
+      values = _part(value, column, block, 2)
+      added = jnp.einsum(
+        "bkgts,bksh->bkgth",
+        weight.astype(value.dtype),
+        values,
+        preferred_element_type=jnp.float32,
+      )
+      total = total * shrink + jnp.sum(weight, axis=-1, keepdims=True)
+      return mixed * shrink + added, total, new_peak
+
+    zeros = jnp.zeros(queries.shape, jnp.float32)
+    column = zeros[..., :1]
+    mixed, total, peak = jax.lax.fori_loop(
+      first[row], row + 1, column_block, (zeros, column, column + _LOW)
+    )
+    safe = jnp.where(total > 0, total, 1.0)
+    return (mixed / safe).astype(query.dtype), jnp.where(total > 0, peak + jnp.log(safe), 0.0)
+
+  mixed, log_total = jax.lax.map(row_block, jnp.arange(first.shape[0]))
+  mixed, log_total = _join(mixed, 3), _join(log_total, 3)
+  return mixed, (query, key, value, sample, mixed, log_total)
+
+
+def _join(blocks: Array, axis: int) -> Array:
+  """[blocks ...] -> the blocks one after another along `axis` of what remains."""
+  moved = jnp.moveaxis(blocks, 0, axis)
+  shape = moved.shape
+  return moved.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+
+
+def _blockwise_backward(
+  block: int, kept: tuple[Array, ...], mixed_grad: Array
+) -> tuple[Array, Array, Array, None]:
+  """Recomputes each block's weights from the kept normalisers: one pass over the blocks needed."""
+  query, key, value, sample, mixed, log_total = kept
+  first = _first_blocks(sample, block)
+  inner = jnp.einsum("bkgth,bkgth->bkgt", mixed_grad, mixed, preferred_element_type=jnp.float32)[
+    ..., None
+  ]
+
+  def column_block(query_grad: Array, column: Array) -> tuple[Array, tuple[Array, Array]]:
+    keys, values = _part(key, column, block, 2), _part(value, column, block, 2)
+
+    def row_block(row: Array, carry: Carry) -> Carry:
+      query_grad, key_grad, value_grad = carry
+      queries, grads = _part(query, row, block, 3), _part(mixed_grad, row, block, 3)
+      mask = _block_mask(sample, row, column, block)
+      shifted = _scores(queries, keys) - _part(log_total, row, block, 3)
+      weight = jnp.where(mask, jnp.exp(jnp.where(mask, shifted, 0.0)), 0.0)
+      product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+      weight_grad = product("bkgth,bksh->bkgts", grads, values) - _part(inner, row, block, 3)
+      score_grad = (weight * weight_grad * query.shape[-1] ** -0.5).astype(query.dtype)
+      value_grad += product("bkgts,bkgth->bksh", weight.astype(query.dtype), grads)
+      key_grad += product("bkgts,bkgth->bksh", score_grad, queries)
+      updated = _part(query_grad, row, block, 3) + product("bkgts,bksh->bkgth", score_grad, keys)
+      query_grad = jax.lax.dynamic_update_slice_in_dim(query_grad, updated, row * block, 3)
+      return query_grad, key_grad, value_grad
+
+    zeros = jnp.zeros(keys.shape, jnp.float32)
+    last = jnp.sum(first <= column)  # query blocks from here on begin after this key block
+    query_grad, key_grad, value_grad = jax.lax.fori_loop(
+      column, last, row_block, (query_grad, zeros, zeros)
+    )
+    return query_grad, (key_grad, value_grad)
+
+  query_grad, (key_grad, value_grad) = jax.lax.scan(
+    column_block, jnp.zeros(query.shape, jnp.float32), jnp.arange(first.shape[0])
+  )
+  return (
+    query_grad.astype(query.dtype),
+    _join(key_grad, 2).astype(key.dtype),
+    _join(value_grad, 2).astype(value.dtype),
+    None,
+  )
+
+
+_blockwise.defvjp(_blockwise_forward, _blockwise_backward)
