@@ -263,7 +263,7 @@ class SGLangEngine:
 
 
 def sampling_fields(params: SamplingParams) -> dict[str, Any]:
-  """SGLang's sampling_params: full support and no penalties, whatever the model's own defaults say."""
+  """SGLang's sampling_params: full support, no penalties, whatever the model's defaults say."""
   return {
     **FULL_SUPPORT,
     "temperature": params.temperature,

@@ -28,8 +28,8 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 _TAIL_LINES = 20
 _CLOSE_SECONDS = 10.0
 _OWNED_FLAGS = frozenset({
-  "--model-path", "--model", "--host", "--port", "--dtype", "--tp-size", "--tensor-parallel-size", "--tp",
-  "--skip-tokenizer-init", "--max-total-tokens", "--context-length",
+  "--model-path", "--model", "--host", "--port", "--dtype", "--tp-size", "--tensor-parallel-size",
+  "--tp", "--skip-tokenizer-init", "--max-total-tokens", "--context-length",
 })  # fmt: skip
 
 
@@ -196,12 +196,13 @@ class SGLangServer:
         )
       time.sleep(0.2)
     raise EngineDead(
-      f"SGLang server {self.url} ended while starting; its log {self.log} ends with:\n{self.log_tail()}"
+      f"SGLang server {self.url} ended while starting; "
+      f"its log {self.log} ends with:\n{self.log_tail()}"
     )
 
 
 def find_python(path: Path | None = None) -> Path:
-  """The interpreter that SGLang is installed in: argument, $AGENTRL_SGLANG_PYTHON, or .venv-sglang."""
+  """The interpreter that has SGLang: argument, $AGENTRL_SGLANG_PYTHON, or .venv-sglang."""
   chosen = (
     path or os.environ.get("AGENTRL_SGLANG_PYTHON") or _REPOSITORY / ".venv-sglang/bin/python"
   )
