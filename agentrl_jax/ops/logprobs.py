@@ -1,9 +1,7 @@
-"""Hidden states and an unembedding become log-probs and entropies of given tokens, never a [B, T,
-V] array.
+"""Hidden states and an unembedding become log-probs and entropies, never a [B, T, V] array.
 
-The only next-token shift of the code base is here. Only positions that are asked for cost
-anything: they are moved to the front of each row, and a loop over chunks of columns ends where the
-  fullest row ends.
+The only next-token shift of the code base is here. Only positions that are asked for cost anything,
+as they move to the front of their row and the loop over columns ends where the fullest row ends.
 """
 
 import functools
@@ -35,9 +33,9 @@ def token_logprobs(
   Args:
     hidden: final hidden states, after the last norm.
     unembedding: output head; may be sharded over V.
-    tokens: the token stream.
-    sample: ids of contiguous streams, -1 on padding; the first token of a stream has no
-    predecessor. mask: which tokens are wanted.
+    tokens: the token streams.
+    sample: ids of contiguous streams, -1 on padding; a stream's first token has no predecessor.
+    mask: which tokens are wanted.
     temperature: the sampling temperature, > 0.
     chunk: columns a loop step handles (default: what keeps its logits within CHUNK_ELEMENTS).
 
@@ -53,17 +51,19 @@ def token_logprobs(
   chunk = min(chunk, length)
   before = jnp.pad(sample[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
   wanted = mask & (sample >= 0) & (sample == before)
-  # A stable sort puts the wanted positions of each row first, in order.
-  order = jnp.argsort(jnp.logical_not(wanted), axis=1, stable=True).astype(jnp.int32)
-  padding = -length % chunk
-  take = jnp.pad(order, ((0, 0), (0, padding)))
-  valid = jnp.arange(length + padding)[None, :] < wanted.sum(1, dtype=jnp.int32)[:, None]
+  # Wanted positions of a row take consecutive slots; the others fall off the end.
+  slot = jnp.cumsum(wanted, axis=1, dtype=jnp.int32) - 1
+  slots = length + -length % chunk
+  column = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None, :], wanted.shape)
+  take = jnp.zeros((rows, slots), jnp.int32)
+  take = take.at[jnp.arange(rows)[:, None], jnp.where(wanted, slot, slots)].set(column, mode="drop")
+  valid = jnp.arange(slots)[None, :] < wanted.sum(1, dtype=jnp.int32)[:, None]
   target = jnp.take_along_axis(tokens, take, axis=1)
   source = jnp.maximum(take - 1, 0)
-  logp, entropy = _compact(temperature, chunk, hidden, unembedding, source, target, valid)
-  back = jnp.argsort(order, axis=1)
-  unsort = functools.partial(jnp.take_along_axis, indices=back, axis=1)
-  return unsort(logp[:, :length]), unsort(entropy[:, :length])
+  compact = _compact(temperature, chunk, hidden, unembedding, source, target, valid)
+  slot = jnp.maximum(slot, 0)
+  logp, entropy = (jnp.where(wanted, jnp.take_along_axis(x, slot, axis=1), 0.0) for x in compact)
+  return logp, entropy
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -75,9 +75,10 @@ def _columns(array, i, chunk):
   return jax.lax.dynamic_slice_in_dim(array, i * chunk, chunk, axis=1)
 
 
-def _logits(temperature, hidden, unembedding, source):
-  """([B C D] hidden states at `source`, [B C V] float32 scaled logits)."""
+def _logits(temperature, hidden, unembedding, source, valid):
+  """([B C D] hidden states at `source`, [B C V] float32 scaled logits); zero where not valid."""
   picked = jnp.take_along_axis(hidden, source[..., None], axis=1)
+  picked = jnp.where(valid[..., None], picked, jnp.zeros((), picked.dtype))
   head = unembedding.astype(hidden.dtype)
   logits = jnp.einsum("bcd,dv->bcv", picked, head, preferred_element_type=jnp.float32)
   return picked, logits / np.float32(temperature)
@@ -92,7 +93,7 @@ def _compact_forward(temperature, chunk, hidden, unembedding, source, target, va
   def body(i, carry):
     logp, entropy, lse = carry
     take = functools.partial(_columns, i=i, chunk=chunk)
-    _, logits = _logits(temperature, hidden, unembedding, take(source))
+    _, logits = _logits(temperature, hidden, unembedding, take(source), take(valid))
     norm = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, take(target)[..., None], axis=-1)[..., 0]
     spread = norm - jnp.einsum("bcv,bcv->bc", jnp.exp(logits - norm[..., None]), logits)
@@ -116,7 +117,7 @@ def _compact_backward(temperature, chunk, residuals, cotangents):
   def body(i, carry):
     d_hidden, d_head = carry
     take = functools.partial(_columns, i=i, chunk=chunk)
-    picked, logits = _logits(temperature, hidden, unembedding, take(source))
+    picked, logits = _logits(temperature, hidden, unembedding, take(source), take(valid))
     log_p = logits - take(lse)[..., None]
     g, h = take(g_logp)[..., None], take(g_entropy)[..., None]
     hit = jnp.arange(logits.shape[-1])[None, None, :] == take(target)[..., None]
