@@ -199,6 +199,8 @@ class _Grid:
 
   def __init__(self, tensor: Tensor):
     self.bounds: list[list[tuple[int, int]]] = []
+    if 0 in tensor.shape:  # nothing will be asked for
+      return
     for axis, length in enumerate(tensor.shape):
       intervals = sorted({shard.index[axis] for shard in tensor.shards})
       position = 0

@@ -87,7 +87,11 @@ def stage(
       raise ValueError(f"{name} has a value that is not finite")
     _copy_leaf(leaf, tuple(group), plan.segments, buffers)
   hashes = hash_segments(plan.segments, buffers)
-  return Staged(key, plan, buffers, hashes, fingerprint(plan.segments, hashes))
+  rows = [
+    (s.rank, s.name, s.part, s.shape, s.dtype, digest)
+    for s, digest in zip(plan.segments, hashes, strict=True)
+  ]
+  return Staged(key, plan, buffers, hashes, fingerprint_of(rows))
 
 
 def hash_segments(
@@ -107,12 +111,11 @@ def tensor_hash(data: Any) -> str:
   return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def fingerprint(segments: Iterable[Segment], hashes: Iterable[str]) -> str:
+def fingerprint_of(
+  rows: Iterable[tuple[int, str, tuple[int, int], tuple[int, ...], str, str]],
+) -> str:
   """One hash over sorted (rank, name, part, shape, dtype, tensor hash)."""
-  rows = sorted(
-    (s.rank, s.name, s.part, s.shape, s.dtype, h) for s, h in zip(segments, hashes, strict=True)
-  )
-  return hashlib.blake2b(repr(rows).encode(), digest_size=16).hexdigest()
+  return hashlib.blake2b(repr(sorted(rows)).encode(), digest_size=16).hexdigest()
 
 
 def segment_view(buffer: np.ndarray, segment: Segment) -> np.ndarray:

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from agentrl_jax.transfer.plan import Segment
+from agentrl_jax.transfer.wire import Entry, WireError, check_entries
 
 _MAGIC = 0x1950A86A20F9469CFC6C  # torch/serialization.py, MAGIC_NUMBER
 _PROTOCOL = 1001  # torch/serialization.py, PROTOCOL_VERSION
@@ -28,7 +28,7 @@ class Payload(NamedTuple):
   tail: bytes
 
 
-def flattened_bucket(segments: Sequence[Segment], nbytes: int) -> Payload:
+def flattened_bucket(entries: Sequence[Entry], nbytes: int) -> Payload:
   """`{"flattened_tensor": uint8 [nbytes], "metadata": [SimpleNamespace(...)]}` of one bucket.
 
   Args:
@@ -38,7 +38,10 @@ def flattened_bucket(segments: Sequence[Segment], nbytes: int) -> Payload:
     ValueError: naming a segment that is a part, lies outside or overlaps: the server would die of
       it.
   """
-  _check(segments, nbytes)
+  check_entries(entries, nbytes)
+  for entry in entries:
+    if entry.part != (0, 1):
+      raise WireError(f"{entry.name} is part {entry.part}, the server takes whole tensors")
   stored = _storage(nbytes)
   head = b"".join([
     b"\x80\x04}(", _text("flattened_tensor"),
@@ -50,21 +53,9 @@ def flattened_bucket(segments: Sequence[Segment], nbytes: int) -> Payload:
   tail = b"".join([
     b"tR", _int(0), size, b"\x85", _int(1), b"\x85", b"\x89",
     _global("collections", "OrderedDict"), b")R", b"tR",
-    _text("metadata"), b"](", *(_metadata(segment) for segment in segments), b"e", b"u.",
+    _text("metadata"), b"](", *(_metadata(entry) for entry in entries), b"e", b"u.",
   ])  # fmt: skip
   return Payload(head, nbytes, tail)
-
-
-def _check(segments: Sequence[Segment], nbytes: int) -> None:
-  end = 0
-  for segment in sorted(segments, key=lambda s: s.offset):
-    if segment.part != (0, 1):
-      raise ValueError(f"{segment.name} is part {segment.part}, the server takes whole tensors")
-    if segment.offset < end or segment.offset + segment.nbytes > nbytes:
-      raise ValueError(
-        f"{segment.name} at {segment.offset} of {segment.nbytes} bytes overlaps or is outside"
-      )
-    end = segment.offset + segment.nbytes
 
 
 def _storage(nbytes: int) -> Payload:
@@ -77,14 +68,14 @@ def _storage(nbytes: int) -> Payload:
   return Payload(b"".join(parts), nbytes, b"")
 
 
-def _metadata(segment: Segment) -> bytes:
+def _metadata(entry: Entry) -> bytes:
   fields = {
-    "start_idx": _int(segment.offset),
-    "end_idx": _int(segment.offset + segment.nbytes),
-    "numel": _int(segment.nbytes),
-    "name": _text(segment.name),
-    "shape": b"(" + b"".join(_int(n) for n in segment.shape) + b"t",
-    "dtype": _global("torch", segment.dtype),
+    "start_idx": _int(entry.offset),
+    "end_idx": _int(entry.offset + entry.nbytes),
+    "numel": _int(entry.nbytes),
+    "name": _text(entry.name),
+    "shape": b"(" + b"".join(_int(n) for n in entry.shape) + b"t",
+    "dtype": _global("torch", entry.dtype),
   }
   state = b"}(" + b"".join(_text(key) + value for key, value in fields.items()) + b"u"
   return _global("types", "SimpleNamespace") + b")R" + state + b"b"

@@ -12,6 +12,7 @@ from agentrl_jax.transfer.control import CallError, Control
 from agentrl_jax.transfer.plan import Plan
 from agentrl_jax.transfer.stage import Staged, allocate
 from agentrl_jax.transfer.transports.pickled import Payload, flattened_bucket
+from agentrl_jax.transfer.wire import bucket_entries
 
 _CHUNK = 3 << 20  # bytes encoded at a time; a multiple of three
 
@@ -40,8 +41,7 @@ class TensorTransport:
     """One update session: begin, each bucket, end."""
     await _begin(peer)
     for bucket in staged.plan.buckets:
-      segments = [s for s in staged.plan.segments if s.bucket == bucket.index]
-      payload = flattened_bucket(segments, bucket.nbytes)
+      payload = flattened_bucket(bucket_entries(staged, bucket), bucket.nbytes)
       body = _Body(payload, staged.buffers[bucket.rank, bucket.index], ranks)
       await peer.call(
         "POST", "/update_weights_from_tensor", content=body.chunks(), length=body.length

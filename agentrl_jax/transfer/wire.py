@@ -1,0 +1,356 @@
+"""Framed buckets for byte streams, and the checks that any bucket passes before a view of it is
+made.
+
+    frame  = header | JSON metadata | zeros to a multiple of 16 | payload
+    header = "AWT1" | command u32 | round u64 | version u64 | metadata bytes u64 | payload bytes u64
+             | crc32 of the fields before it and of the metadata u32 | 0 u32        (little endian)
+
+Nothing received is trusted: sizes are bounded before they are used, every tensor's bounds and hash
+are checked, and an object is never deserialised.
+"""
+
+import enum
+import itertools
+import json
+import math
+import struct
+import sys
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from agentrl_jax.transfer.layout import Box
+from agentrl_jax.transfer.plan import ITEM_BYTES, Bucket
+from agentrl_jax.transfer.stage import NUMPY_DTYPES, Staged, fingerprint_of, tensor_hash
+
+ALIGN = 16
+MAX_METADATA_BYTES = 16 << 20
+_HEADER = struct.Struct("<4sIQQQQII")
+_MAGIC = b"AWT1"
+_KEYS = frozenset(("name", "part", "dtype", "shape", "dst_index", "offset", "nbytes", "hash"))
+
+if sys.byteorder != "little":
+  raise ImportError("weight transfer needs a little-endian host")
+
+
+class WireError(ValueError):
+  """A frame was refused; the message says what was wrong and what was expected."""
+
+
+class Command(enum.IntEnum):
+  """What a frame is."""
+
+  BUCKET = 1
+  END = 2
+  ABORT = 3
+
+
+class Entry(NamedTuple):
+  """One tensor, or part k of n along its first axis, in a bucket."""
+
+  name: str
+  part: tuple[int, int]
+  dtype: str
+  shape: tuple[int, ...]
+  dst_index: Box  # in the published tensor
+  offset: int  # in the payload
+  nbytes: int
+  hash: str  # blake2b of 16 bytes, hex
+
+
+class End(NamedTuple):
+  """What a sender sent in all."""
+
+  buckets: int
+  tensors: int
+  nbytes: int
+  fingerprint: str
+
+
+class Frame(NamedTuple):
+  """A checked frame. `tensors` follow `entries` and are views of the frame's bytes."""
+
+  command: Command
+  round: int
+  version: int
+  entries: tuple[Entry, ...] = ()
+  tensors: tuple[np.ndarray, ...] = ()
+  end: End | None = None
+  reason: str = ""
+
+
+def bucket_entries(staged: Staged, bucket: Bucket) -> tuple[Entry, ...]:
+  """The metadata of one staged bucket."""
+  return tuple(
+    Entry(s.name, s.part, s.dtype, s.shape, s.index, s.offset, s.nbytes, digest)
+    for s, digest in zip(staged.plan.segments, staged.hashes, strict=True)
+    if (s.rank, s.bucket) == (bucket.rank, bucket.index)
+  )
+
+
+def encode_bucket(
+  round: int, version: int, entries: Iterable[Entry], payload: Any
+) -> tuple[bytes, memoryview]:
+  """A bucket as (header and metadata, payload); the payload is not copied."""
+  view = memoryview(payload).cast("B")
+  head = _encode(Command.BUCKET, round, version, [e._asdict() for e in entries], len(view))
+  return head, view
+
+
+def encode_end(round: int, version: int, end: End) -> bytes:
+  """The frame that closes a round's buckets."""
+  return _encode(Command.END, round, version, end._asdict(), 0)
+
+
+def encode_abort(round: int, version: int, reason: str) -> bytes:
+  """The frame that gives a round up."""
+  return _encode(Command.ABORT, round, version, {"reason": reason}, 0)
+
+
+def decode(frame: bytes | memoryview, *, max_payload_bytes: int) -> Frame:
+  """Checks one whole frame and gives views into it.
+
+  Raises:
+    WireError: anything at all is not as the format says; no byte outside the frame is read.
+  """
+  view = memoryview(frame).cast("B")
+  command, round, version, metadata, start = _decode_head(view, max_payload_bytes)
+  payload = view[start:]
+  match command:
+    case Command.BUCKET:
+      entries = tuple(_entry(item) for item in _list(metadata))
+      check_entries(entries, len(payload))
+      return Frame(command, round, version, entries, _tensors(entries, payload))
+    case Command.END:
+      fields = _fields(metadata, frozenset(End._fields))
+      for name in ("buckets", "tensors", "nbytes"):
+        _size(fields[name], name)
+      _hex(fields["fingerprint"], "fingerprint")
+      return Frame(command, round, version, end=End(**fields))
+  reason = _fields(metadata, frozenset({"reason"}))["reason"]
+  return Frame(command, round, version, reason=_text(reason, "reason"))
+
+
+def check_entries(entries: Sequence[Entry], payload_bytes: int, *, align: int = ALIGN) -> None:
+  """Raises WireError, naming the tensor, unless the entries lie in the payload without overlap."""
+  seen: set[tuple[str, int]] = set()
+  for entry in entries:
+    if entry.dtype not in ITEM_BYTES:
+      raise WireError(f"{entry.name}: unknown dtype {entry.dtype!r}")
+    k, n = entry.part
+    if not 0 <= k < n:
+      raise WireError(f"{entry.name}: part {k} of {n}")
+    if (entry.name, k) in seen:
+      raise WireError(f"{entry.name}: part {k} is repeated")
+    seen.add((entry.name, k))
+    if tuple(stop - start for start, stop in entry.dst_index) != entry.shape:
+      raise WireError(f"{entry.name}: index {entry.dst_index} has not the shape {entry.shape}")
+    nbytes = ITEM_BYTES[entry.dtype] * math.prod(entry.shape)
+    if entry.nbytes != nbytes:
+      raise WireError(f"{entry.name}: {entry.nbytes} bytes, its shape and dtype make {nbytes}")
+    if entry.offset % align:
+      raise WireError(f"{entry.name}: offset {entry.offset} is no multiple of {align}")
+    if entry.offset + nbytes > payload_bytes:
+      raise WireError(
+        f"{entry.name}: ends at byte {entry.offset + nbytes} of a payload of {payload_bytes}"
+      )
+  placed = sorted((e for e in entries if e.nbytes), key=lambda e: e.offset)
+  for before, after in itertools.pairwise(placed):
+    if before.offset + before.nbytes > after.offset:
+      raise WireError(f"{after.name} overlaps {before.name} at byte {after.offset}")
+
+
+class Receiver:
+  """Collects one round's frames: each part of each expected tensor once, nothing else, then END.
+
+  Args:
+    expected: shape and dtype by name.
+  """
+
+  def __init__(
+    self,
+    round: int,
+    version: int,
+    expected: Mapping[str, tuple[tuple[int, ...], str]],
+    *,
+    max_payload_bytes: int,
+  ):
+    self.round, self.version, self.expected = round, version, dict(expected)
+    self.max_payload_bytes = max_payload_bytes
+    self.parts: dict[str, dict[int, tuple[Entry, np.ndarray]]] = {}
+    self.buckets = self.nbytes = 0
+    self.done = False
+
+  def take(self, data: bytes | memoryview) -> Frame:
+    """Accepts one frame, or raises WireError and changes nothing."""
+    frame = decode(data, max_payload_bytes=self.max_payload_bytes)
+    if (frame.round, frame.version) != (self.round, self.version):
+      raise WireError(
+        f"frame of round {frame.round} version {frame.version}, "
+        f"this is round {self.round} version {self.version}"
+      )
+    if self.done:
+      raise WireError(f"a frame after the end of round {self.round}")
+    if frame.command is Command.ABORT:
+      self.done, self.parts = True, {}
+    elif frame.end is not None:
+      self._check_end(frame.end)
+      self.done = True
+    else:
+      self._check_bucket(frame)
+      for entry, tensor in zip(frame.entries, frame.tensors, strict=True):
+        self.parts.setdefault(entry.name, {})[entry.part[0]] = (entry, tensor)
+      self.buckets += 1
+      self.nbytes += sum(entry.nbytes for entry in frame.entries)
+    return frame
+
+  def tensors(self) -> dict[str, np.ndarray]:
+    """Every tensor, whole, after END. A tensor of one part is a view of its frame."""
+    if not self.done or not self.parts:
+      raise WireError(f"round {self.round} has not ended")
+    out = {}
+    for name, parts in self.parts.items():
+      arrays = [parts[k][1] for k in sorted(parts)]
+      out[name] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    return out
+
+  def _check_bucket(self, frame: Frame) -> None:
+    for entry in frame.entries:
+      if entry.name not in self.expected:
+        raise WireError(f"{entry.name} is not expected")
+      shape, dtype = self.expected[entry.name]
+      if entry.dtype != dtype:
+        raise WireError(f"{entry.name}: dtype {entry.dtype}, expected {dtype}")
+      if len(entry.shape) != len(shape) or any(
+        stop > size for (_, stop), size in zip(entry.dst_index, shape, strict=True)
+      ):
+        raise WireError(f"{entry.name}: index {entry.dst_index} is outside shape {shape}")
+      if entry.part[0] in self.parts.get(entry.name, {}):
+        raise WireError(f"{entry.name}: part {entry.part[0]} was received before")
+
+  def _check_end(self, end: End) -> None:
+    if missing := sorted(set(self.expected) - set(self.parts)):
+      raise WireError(f"{missing[0]} was not received ({len(missing)} missing)")
+    rows = []
+    for name, parts in self.parts.items():
+      entries = [parts[k][0] for k in sorted(parts)]
+      at = 0
+      for entry in entries:
+        first = entry.dst_index[0] if entry.dst_index else (0, 1)
+        if (
+          entry.part[1] != len(entries) or first[0] != at or entry.shape[1:] != entries[0].shape[1:]
+        ):
+          raise WireError(f"{name}: its {len(entries)} parts do not make up the tensor")
+        at = first[1]
+      shape = self.expected[name][0]
+      if (at, *entries[0].shape[1:]) != (shape or (1,)):
+        raise WireError(f"{name}: its parts end at {at}, its shape is {shape}")
+      rows += [(0, e.name, e.part, e.shape, e.dtype, e.hash) for e in entries]
+    got = End(self.buckets, len(self.parts), self.nbytes, fingerprint_of(rows))
+    if got != end:
+      raise WireError(f"received {got}, the sender says {end}")
+
+
+def _encode(command: Command, round: int, version: int, metadata: Any, payload: int) -> bytes:
+  text = json.dumps(metadata, separators=(",", ":")).encode()
+  if len(text) > MAX_METADATA_BYTES:
+    raise WireError(f"metadata of {len(text)} bytes, at most {MAX_METADATA_BYTES}")
+  fields = (_MAGIC, command, round, version, len(text), payload)
+  check = zlib.crc32(text, zlib.crc32(_HEADER.pack(*fields, 0, 0)[:-8]))
+  return _HEADER.pack(*fields, check, 0) + text + bytes(-(_HEADER.size + len(text)) % ALIGN)
+
+
+def _decode_head(view: memoryview, limit: int) -> tuple[Command, int, int, Any, int]:
+  if len(view) < _HEADER.size:
+    raise WireError(f"frame of {len(view)} bytes, a header has {_HEADER.size}")
+  magic, command, round, version, size, payload, check, zero = _HEADER.unpack_from(view)
+  if magic != _MAGIC or zero:
+    raise WireError(f"frame starts with {magic!r}, expected {_MAGIC!r}")
+  if size > MAX_METADATA_BYTES or payload > limit:
+    raise WireError(f"{size} bytes of metadata and {payload} of payload, at most "
+                    f"{MAX_METADATA_BYTES} and {limit}")  # fmt: skip
+  end = _HEADER.size + size
+  start = -(-end // ALIGN) * ALIGN
+  if len(view) != start + payload:
+    raise WireError(f"frame of {len(view)} bytes, its header says {start + payload}")
+  text = view[_HEADER.size : end]
+  if zlib.crc32(text, zlib.crc32(view[: _HEADER.size - 8])) != check:
+    raise WireError("header or metadata do not match their checksum")
+  if any(view[end:start]):
+    raise WireError("padding after the metadata is not zero")
+  try:
+    kind = Command(command)
+    metadata = json.loads(bytes(text))
+  except (ValueError, RecursionError) as error:
+    raise WireError(f"command {command} with unreadable metadata: {error}") from error
+  return kind, round, version, metadata, start
+
+
+def _tensors(entries: Sequence[Entry], payload: memoryview) -> tuple[np.ndarray, ...]:
+  bytes_ = np.frombuffer(payload, np.uint8) if len(payload) else np.zeros(0, np.uint8)
+  out, at = [], 0
+  for entry in sorted(entries, key=lambda e: e.offset):
+    if entry.nbytes and bytes_[at : entry.offset].any():
+      raise WireError(f"the gap before {entry.name} is not zero")
+    at = max(at, entry.offset + entry.nbytes)
+  if bytes_[at:].any():
+    raise WireError(f"the payload after byte {at} is not zero")
+  for entry in entries:
+    data = bytes_[entry.offset : entry.offset + entry.nbytes]
+    if tensor_hash(data) != entry.hash:
+      raise WireError(f"{entry.name}: its bytes do not match their hash")
+    out.append(data.view(NUMPY_DTYPES[entry.dtype]).reshape(entry.shape))
+  return tuple(out)
+
+
+def _entry(item: Any) -> Entry:
+  fields = _fields(item, _KEYS)
+  name = _text(fields["name"], "name")
+  part = tuple(_size(n, "part") for n in _list(fields["part"]))
+  index = tuple(
+    tuple(_size(n, "dst_index") for n in _list(span)) for span in _list(fields["dst_index"])
+  )
+  if len(part) != 2 or any(len(span) != 2 for span in index):
+    raise WireError(f"{name}: part {part} and index {index} are not pairs")
+  return Entry(
+    name,
+    (part[0], part[1]),
+    _text(fields["dtype"], "dtype"),
+    tuple(_size(n, "shape") for n in _list(fields["shape"])),
+    tuple((span[0], span[1]) for span in index),
+    _size(fields["offset"], "offset"),
+    _size(fields["nbytes"], "nbytes"),
+    _hex(fields["hash"], "hash"),
+  )
+
+
+def _fields(value: Any, keys: frozenset[str]) -> dict[str, Any]:
+  if not isinstance(value, dict) or value.keys() != keys:
+    raise WireError(f"metadata {str(value)[:80]!r}, expected the fields {sorted(keys)}")
+  return value
+
+
+def _list(value: Any) -> list[Any]:
+  if not isinstance(value, list):
+    raise WireError(f"{str(value)[:80]!r} in the metadata, expected a list")
+  return value
+
+
+def _size(value: Any, what: str) -> int:
+  if type(value) is not int or not 0 <= value < 1 << 63:
+    raise WireError(f"{what} is {str(value)[:80]!r}, expected an integer >= 0")
+  return value
+
+
+def _text(value: Any, what: str) -> str:
+  if not isinstance(value, str) or not value:
+    raise WireError(f"{what} is {str(value)[:80]!r}, expected text")
+  return value
+
+
+def _hex(value: Any, what: str) -> str:
+  if not isinstance(value, str) or len(value) != 32 or set(value) - set("0123456789abcdef"):
+    raise WireError(f"{what} is {str(value)[:80]!r}, expected 32 hexadecimal digits")
+  return value
