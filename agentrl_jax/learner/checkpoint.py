@@ -5,6 +5,7 @@ lacks the marker was cut short; it is never read, and the next save removes it.
 """
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -189,5 +190,8 @@ def _failed(path: Path, error: Exception) -> CheckpointError:
 
 
 def _line(error: Exception) -> str:
-  lines = str(error).strip().splitlines()
-  return lines[0][:300] if lines else type(error).__name__
+  text = str(error).strip()
+  full = os.strerror(errno.ENOSPC)  # tensorstore names it at the end of a long line
+  if full in text:
+    return full
+  return text.splitlines()[0][:300] if text else type(error).__name__

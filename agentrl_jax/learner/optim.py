@@ -14,7 +14,7 @@ NOT_DECAYED = ("norm", "bias", "embed")
 
 
 def decayed(weights: Weights) -> Any:
-  """True for weights that decay: all but norms, biases and embeddings, by the names on their path."""
+  """True for weights that decay: all but norms, biases and embeddings, by the names in the tree."""
   return jax.tree_util.tree_map_with_path(
     lambda path, _: not any(word in jax.tree_util.keystr(path).lower() for word in NOT_DECAYED),
     weights,

@@ -18,10 +18,8 @@ from agentrl_jax.models.sharding import replicated, shardings
 class TrainState:
   """Steps taken, float32 master weights, and the optimizer's memory of them."""
 
-  step: Int[Array, ""] | jax.ShapeDtypeStruct  # calls of the step function, skipped ones included
-  skipped: (
-    Int[Array, ""] | jax.ShapeDtypeStruct
-  )  # of them, those dropped because a gradient was not finite
+  step: Int[Array, ""]  # calls of the step function, skipped ones included
+  skipped: Int[Array, ""]  # of them, those dropped because a gradient was not finite
   weights: Weights
   opt_state: optax.OptState
 
@@ -31,24 +29,25 @@ def abstract_state(model: Model, optimizer: optax.GradientTransformation, mesh: 
 
   What the optimizer keeps for each weight is sharded like the weight; the rest is replicated.
   """
-  everywhere = replicated(mesh)
   weights = jax.tree.map(
     lambda spec, sharding: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding),
     model.abstract(),
     shardings(model, mesh),
     is_leaf=is_spec,
   )
+  everywhere = replicated(mesh)
+
+  def place(leaf: Array, like: Array | None = None) -> jax.ShapeDtypeStruct:
+    sharding = everywhere if like is None else like.sharding
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+  shapes = jax.eval_shape(lambda weights: _fresh(optimizer, weights), weights)
   opt_state = optax.tree.map_params(
-    optimizer,
-    lambda leaf, like: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding),
-    jax.eval_shape(optimizer.init, weights),
-    weights,
-    transform_non_params=lambda leaf: jax.ShapeDtypeStruct(
-      leaf.shape, leaf.dtype, sharding=everywhere
-    ),
+    optimizer, place, shapes.opt_state, weights, transform_non_params=place
   )
-  scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-  return TrainState(step=scalar, skipped=scalar, weights=weights, opt_state=opt_state)
+  return shapes.replace(
+    step=place(shapes.step), skipped=place(shapes.skipped), weights=weights, opt_state=opt_state
+  )
 
 
 def state_shardings(abstract: TrainState) -> TrainState:
@@ -75,9 +74,14 @@ def make_state(
   else:
     weights = load_weights(model, Path(directory), shardings=placed.weights, dtype=jnp.float32)
 
-  def rest(weights: Weights) -> tuple[Array, Array, optax.OptState]:
-    return jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), optimizer.init(weights)
+  start = jax.jit(lambda w: _fresh(optimizer, w), donate_argnums=0, out_shardings=placed)
+  return start(weights)
 
-  rest = jax.jit(rest, out_shardings=(placed.step, placed.skipped, placed.opt_state))
-  step, skipped, opt_state = rest(weights)
-  return TrainState(step=step, skipped=skipped, weights=weights, opt_state=opt_state)
+
+def _fresh(optimizer: optax.GradientTransformation, weights: Weights) -> TrainState:
+  return TrainState(
+    step=jnp.zeros((), jnp.int32),
+    skipped=jnp.zeros((), jnp.int32),
+    weights=weights,
+    opt_state=optimizer.init(weights),
+  )

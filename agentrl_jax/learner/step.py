@@ -113,7 +113,7 @@ def make_step(
     }
     new = TrainState(
       step=state.step + 1,
-      skipped=state.skipped + jnp.logical_not(good).astype(jnp.int32),
+      skipped=state.skipped + jnp.where(good, 0, 1),
       weights=_choose(good, weights, state.weights),
       opt_state=_choose(good, opt_state, state.opt_state),
     )
