@@ -15,12 +15,16 @@ from absl import app
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
-def run(main: Callable[[Sequence[str]], int | None]) -> None:
-  """`app.run` for mains whose expected faults are exceptions with a message of one line."""
+def run(main: Callable[[Sequence[str]], int | None], *, positional: int = 0) -> None:
+  """`app.run` for mains whose expected faults are exceptions with a message of one line.
+
+  Up to `positional` arguments may follow the program's name without being flags.
+  """
 
   def guarded(arguments: Sequence[str]) -> int:
-    if len(arguments) > 1:
-      print(f"unexpected argument {arguments[1]!r}: flags are written --name=value", file=sys.stderr)
+    if len(arguments) > 1 + positional:
+      unexpected = arguments[1 + positional]
+      print(f"unexpected argument {unexpected!r}: flags are written --name=value", file=sys.stderr)
       return 2
     try:
       return main(arguments) or 0
