@@ -8,6 +8,7 @@ run your own with `--config=config:my_module.my_function`.
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import fiddle as fdl
 from absl import flags
@@ -16,6 +17,7 @@ from fiddle.experimental import serialization
 
 import configs
 from agentrl_jax.analysis.report import report_run
+from agentrl_jax.orchestrate.experiment import Experiment
 from agentrl_jax.orchestrate.metrics import Progressing
 from agentrl_jax.orchestrate.sync_loop import train
 from launch import command
@@ -36,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
   if CONFIG.value is None:
     raise ValueError("--config is missing: for example --config=config:quickstart")
   workdir = Path(WORKDIR.value)
-  experiment = fdl.build(CONFIG.value)
+  experiment = cast(Experiment, fdl.build(CONFIG.value))
   workdir.mkdir(parents=True, exist_ok=True)
   command.traceback_directory = workdir
   text = serialization.dump_json(CONFIG.value, indent=2)

@@ -7,24 +7,16 @@ user's own loss, task or engine needs no registration.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import optax
 
+from agentrl_jax.envs.datasets import TaskSource
 from agentrl_jax.orchestrate.engines import OpenEngine
 from agentrl_jax.rollout.chat import Renderer
 from agentrl_jax.rollout.environment import BuildEnv
 from agentrl_jax.rollout.episode import Limits
 from agentrl_jax.rollout.records import Task
 from agentrl_jax.types import Algorithm
-
-
-class TaskSource(Protocol):
-  """Training tasks by index, so that a run resumes at exactly the next one."""
-
-  def take(self, cursor: int, count: int) -> tuple[Sequence[Task], int]:
-    """`count` tasks from `cursor` on, and the cursor after them; epochs follow one another."""
-    ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ loss looks.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any, cast
 
 import numpy as np
 
@@ -147,9 +148,13 @@ def _fit(sizes: Sequence[int], free: np.ndarray) -> list[tuple[int, int]] | None
   return found
 
 
-def _empty(rows: int, length: int, trajectories: int, turns: int) -> TrajectoryBatch:
-  label = lambda *shape: np.full(shape, -1, np.int32)  # noqa: E731
-  return TrajectoryBatch(
+def _empty(rows: int, length: int, trajectories: int, turns: int) -> Any:
+  """A TrajectoryBatch of numpy arrays that holds nothing yet, to be filled in place."""
+
+  def label(*shape: int) -> np.ndarray:
+    return np.full(shape, -1, np.int32)
+
+  arrays: dict[str, np.ndarray] = dict(
     tokens=np.zeros((rows, length), np.int32),
     position=np.zeros((rows, length), np.int32),
     sample=label(rows, length),
@@ -163,10 +168,11 @@ def _empty(rows: int, length: int, trajectories: int, turns: int) -> TrajectoryB
     traj_group=label(trajectories),
     traj_truncated=np.zeros(trajectories, bool),
   )
+  return TrajectoryBatch(**cast(Any, arrays))
 
 
 def _write(
-  batch: TrajectoryBatch, piece: Sample, row: int, start: int, traj: int, turn: int, sample: int
+  batch: Any, piece: Sample, row: int, start: int, traj: int, turn: int, sample: int
 ) -> None:
   here = np.s_[row, start : start + len(piece)]
   turns = piece.column("turn")
@@ -180,7 +186,7 @@ def _write(
   batch.behavior_version[here] = piece.column("version")
 
 
-def _write_sentinel(batch: TrajectoryBatch, episode: Episode, where: list[tuple[int, int]]) -> None:
+def _write_sentinel(batch: Any, episode: Episode, where: list[tuple[int, int]]) -> None:
   """One non-action position after a truncated trajectory: where its bootstrap value is read."""
   if not episode.truncated:
     return

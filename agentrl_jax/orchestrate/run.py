@@ -122,7 +122,7 @@ async def open_run(
   model = load_model(directory)
   with contextlib.ExitStack() as stack:
     stack.enter_context(lock(workdir))
-    mesh = make_mesh(**experiment.mesh)
+    mesh = make_mesh(devices=None, **experiment.mesh)
     state, step, cursor = _state(experiment, workdir, model, mesh)
     if step:
       progress.say(f"resuming after step {step} from {workdir / 'checkpoints'}")

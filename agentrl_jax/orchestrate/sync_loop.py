@@ -1,4 +1,4 @@
-"""The story of a run, top to bottom: collect, pack, evaluate, credit, learn, publish, write down."""
+"""The story of a run, top to bottom: collect, pack, evaluate, credit, learn, publish, record."""
 
 import time
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ async def train(experiment: Experiment, workdir: Path, progress: Progressing) ->
 async def take_step(run: Run) -> None:
   """One optimizer step, from tasks to published weights."""
   experiment, clock = run.experiment, Clock()
-  tasks, cursor = experiment.tasks.train.take(run.cursor, experiment.batch.groups)
+  tasks, cursor = experiment.tasks.train.next(run.cursor, experiment.batch.groups)
   groups = await collect_groups(
     run.play,
     tasks,
@@ -120,9 +120,10 @@ async def measure(run: Run, name: str) -> None:
   if not plan.tasks:
     return
   if not path.exists():
+    held_out = run.experiment.tasks.held_out
     records = await evaluate(
       run.play,
-      run.experiment.tasks.held_out[: plan.tasks],
+      [held_out[i] for i in range(min(plan.tasks, len(held_out)))],
       plan.samples,
       label=name,
       seed=run.experiment.seed,
@@ -131,8 +132,8 @@ async def measure(run: Run, name: str) -> None:
       recover=run.recover,
     )
     write_records(records, path)
-  held_out = summary(read_records(path))
+  score = summary(read_records(path))
   run.progress.say(
-    f"held-out {name}: success {held_out['success']:.3f} ± {held_out['success_standard_error']:.3f}"
-    f", finished {held_out['finished']:.3f}, {held_out['tokens']:.1f} tokens an episode"
+    f"held-out {name}: success {score['success']:.3f} ± {score['success_standard_error']:.3f}"
+    f", finished {score['finished']:.3f}, {score['tokens']:.1f} tokens an episode"
   )

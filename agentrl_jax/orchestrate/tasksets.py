@@ -1,0 +1,117 @@
+"""Ready task sets: problems on disk, an environment around them, and how a model reads it."""
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from agentrl_jax.envs import calculator as calculator_env
+from agentrl_jax.envs import gsm8k as gsm8k_env
+from agentrl_jax.envs.datasets import TaskSource, store_tasks
+from agentrl_jax.orchestrate.experiment import Taskset
+from agentrl_jax.rollout.chat import (
+  ChatRenderer,
+  Renderer,
+  TranscriptRenderer,
+  load_tokenizer,
+  make_codec,
+)
+
+MakeRenderer = Callable[[Path], Renderer]
+
+
+def transcript() -> MakeRenderer:
+  """Plain few-shot lines, one a turn: what a model can continue that was never taught to chat."""
+
+  def make(directory: Path) -> Renderer:
+    return TranscriptRenderer(make_codec(load_tokenizer(str(directory)), _vocab_size(directory)))
+
+  return make
+
+
+def chat_template() -> MakeRenderer:
+  """The model's own chat template and tool-call form."""
+
+  def make(directory: Path) -> Renderer:
+    tokenizer = load_tokenizer(str(directory))
+    return ChatRenderer(tokenizer, make_codec(tokenizer, _vocab_size(directory)))
+
+  return make
+
+
+def calculator(
+  *,
+  train_tasks: int = 4096,
+  held_out_tasks: int = 256,
+  two_step: float = 0.2,
+  finished: float = 0.1,
+  tool: float = 0.0,
+  seed: int = 0,
+  renderer: MakeRenderer | None = None,
+  data_dir: str = "runs/tasks",
+) -> Taskset:
+  """Word problems with a calculator; train and held-out share no template and no number.
+
+  Args:
+    train_tasks: different training problems.
+    held_out_tasks: different held-out problems.
+    two_step: share of problems that need two operations.
+    finished: reward for answering at all; a correct answer is 1 more.
+    tool: reward for having used the calculator.
+    seed: of the order of training problems.
+    renderer: how the model reads; default `transcript()`.
+    data_dir: where the problems are kept as array_record.
+  """
+  train = calculator_env.make_tasks("train", train_tasks, two_step=two_step)
+  held_out = calculator_env.make_tasks("held_out", held_out_tasks, two_step=two_step)
+  return Taskset(
+    build=calculator_env.build,
+    train=TaskSource(store_tasks(train, data_dir, "calculator-train"), seed),
+    held_out=store_tasks(held_out, data_dir, "calculator-held_out"),
+    renderer=renderer or transcript(),
+    combine=functools.partial(calculator_env.combine, finished=finished, tool=tool),
+  )
+
+
+def gsm8k(
+  path: str,
+  *,
+  finished: float = 0.1,
+  tool: float = 0.0,
+  seed: int = 0,
+  renderer: MakeRenderer | None = None,
+  data_dir: str = "runs/tasks",
+) -> Taskset:
+  """GSM8K with the calculator.
+
+  Args:
+    path: a directory with `train` and `test` as .jsonl or .parquet files of {question, answer}.
+    finished: reward for answering at all; a correct answer is 1 more.
+    tool: reward for having used the calculator.
+    seed: of the order of training problems.
+    renderer: how the model reads; default `chat_template()`.
+    data_dir: where the problems are kept as array_record.
+
+  Raises:
+    FileNotFoundError, ValueError: naming the file, and the line of a bad row.
+  """
+  splits = {split: _find(Path(path), split) for split in ("train", "test")}
+  train, test = (gsm8k_env.load_tasks(file, split) for split, file in splits.items())
+  return Taskset(
+    build=gsm8k_env.build,
+    train=TaskSource(store_tasks(train, data_dir, "gsm8k-train"), seed),
+    held_out=store_tasks(test, data_dir, "gsm8k-test"),
+    renderer=renderer or chat_template(),
+    combine=functools.partial(calculator_env.combine, finished=finished, tool=tool),
+  )
+
+
+def _find(directory: Path, split: str) -> Path:
+  for suffix in (".jsonl", ".parquet"):
+    if (directory / f"{split}{suffix}").is_file():
+      return directory / f"{split}{suffix}"
+  raise FileNotFoundError(f"{directory} has no {split}.jsonl and no {split}.parquet")
+
+
+def _vocab_size(directory: Path) -> int:
+  return int(json.loads((directory / "config.json").read_text())["vocab_size"])
