@@ -40,8 +40,11 @@ class EngineContext:
 class Host(Protocol):
   """An engine and what the loop needs around it. After `open` it serves the context's weights."""
 
-  engine: Engine
-  publisher: Publisher
+  @property
+  def engine(self) -> Engine: ...
+
+  @property
+  def publisher(self) -> Publisher: ...
 
   async def revive(self, weights: Any, version: int) -> None:
     """Brings a dead engine back, serving `weights`. Raises EngineError or PushError if not."""

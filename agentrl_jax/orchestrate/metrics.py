@@ -14,8 +14,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore  (made at import)
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore  (made at import)
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from agentrl_jax.types import Metrics
