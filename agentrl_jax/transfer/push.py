@@ -85,6 +85,7 @@ class _Round:
   ended: dict[_Peer, State] = dataclasses.field(default_factory=dict)
   reasons: list[str] = dataclasses.field(default_factory=list)
   untouched: set[_Peer] = dataclasses.field(default_factory=set)  # left before the first byte
+  lost: dict[_Peer, str] = dataclasses.field(default_factory=dict)  # sends without an answer
   paused_at: dict[_Peer, float] = dataclasses.field(default_factory=dict)
   idle: float = 0.0
   fingerprint: str = ""
@@ -292,10 +293,13 @@ class SGLangPublisher:
       if error.failure != "lost":
         round.leave(peer, State.FENCED, error)
         return
-      try:  # ask before deciding: the answer also proves that the write has ended
+      try:  # ask before deciding: the answer proves that the write has ended, whichever way
         await peer.control.checksums()
       except CallError as silence:
         round.leave(peer, State.UNKNOWN, f"{error}; {silence}")
+        return
+      if peer.exact:  # its checksums will tell whether all of it arrived
+        round.lost[peer] = f"{error}; "
       else:
         round.leave(peer, State.FENCED, error)
 
@@ -317,7 +321,8 @@ class SGLangPublisher:
       same = got == peer.seen and round.fingerprint != self.published != ""
       wrong = "none of its weights changed" if same else ""
     if wrong:
-      round.leave(peer, State.FENCED, f"{peer.control.url} failed verification: {wrong}")
+      lost = round.lost.get(peer, "")
+      round.leave(peer, State.FENCED, f"{lost}{peer.control.url} failed verification: {wrong}")
     peer.seen = got
 
   def _compare_replicas(self, round: _Round) -> None:

@@ -141,7 +141,8 @@ def _copy_leaf(
     if rank not in held:
       raise ValueError(f"{copies[0].src_name}: device {rank} belongs to another process")
     shard = held[rank]
-    host = np.asarray(shard.data.astype(NUMPY_DTYPES[dtype]))
+    same = shard.data.dtype == NUMPY_DTYPES[dtype]
+    host = np.asarray(shard.data if same else shard.data.astype(NUMPY_DTYPES[dtype]))
     origin = [start for start, _ in _box(shard.index, leaf.shape)]
     for copy in group:
       local = tuple(

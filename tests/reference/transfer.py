@@ -2,7 +2,16 @@
 
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+
+def random_weights(model, seed=0):
+  """Float32 weights of a model from numpy, which compiles nothing."""
+  rng = np.random.default_rng(seed)
+  specs, tree = jax.tree.flatten(model.abstract(), is_leaf=lambda node: hasattr(node, "axes"))
+  return tree.unflatten([jnp.asarray(rng.normal(size=s.shape), jnp.float32) for s in specs])
 
 
 def published(assembly, sources):

@@ -1,0 +1,173 @@
+"""Pushes into the real server: it then answers as transformers does on the exported checkpoint."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from agentrl_jax.models.hf import load_model, load_weights, save_weights
+from agentrl_jax.models.sharding import make_mesh, shardings
+from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer
+from agentrl_jax.transfer.push import sglang_publisher
+from agentrl_jax.transfer.report import State
+from agentrl_jax.transfer.transports.disk import DiskTransport
+from agentrl_jax.transfer.transports.tensor import TensorTransport
+from tests.sglang_fixture import transformers_logp
+
+pytestmark = pytest.mark.sglang
+
+PROMPT = [3, 17, 101, 9, 56, 200, 77, 31, 8, 90, 14, 250]
+
+
+def changed(weights, seed):
+  """The weights with noise of a tenth of their size."""
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(
+    lambda w: w * jnp.asarray(1 + 0.1 * rng.normal(size=w.shape), w.dtype), weights
+  )
+
+
+def publish(server, model, weights, version, transport):
+  async def main():
+    publisher = sglang_publisher(
+      model, [server.url], transport=transport, run_id="test", deadline=120
+    )
+    try:
+      return await publisher.publish(weights, version)
+    finally:
+      await publisher.close()
+
+  report = asyncio.run(main())
+  assert report.state is State.COMMITTED, str(report)
+  return report
+
+
+def generate(server, **options):
+  body = {"input_ids": PROMPT, "return_logprob": True, "logprob_start_len": 0} | options
+  answer = httpx.post(f"{server.url}/generate", json=body, timeout=120)
+  answer.raise_for_status()
+  return answer.json()
+
+
+def score(server):
+  """(log-probs of PROMPT[1:], meta) as the server computes them."""
+  meta = generate(server, sampling_params={"max_new_tokens": 1, "temperature": 1.0})["meta_info"]
+  return [entry[0] for entry in meta["input_token_logprobs"][1:]], meta
+
+
+def reference(python, model, weights, source, directory):
+  save_weights(model, weights, directory, copy_from=source)
+  (want,) = transformers_logp(python, directory, [(PROMPT[:1], PROMPT[1:])], 1.0)
+  return want
+
+
+@pytest.fixture(params=["disk", "tensor"])
+def transport(request, tmp_path):
+  # A bucket of 64 kB makes several requests of the tiny model.
+  if request.param == "disk":
+    return DiskTransport(tmp_path / "staging", bucket_bytes=1 << 16)
+  return TensorTransport(bucket_bytes=1 << 16)
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}])
+def test_the_server_then_equals_transformers_on_the_export(
+  sglang_server, sglang_python, tiny_llama, tmp_path, transport, mesh
+):  # W23
+  model = load_model(tiny_llama)
+  weights = changed(load_weights(model, tiny_llama), seed=1)
+  spread = jax.device_put(weights, shardings(model, make_mesh(**mesh)))
+  report = publish(sglang_server, model, spread, 4, transport)
+  got, meta = score(sglang_server)
+  want = reference(sglang_python, model, weights, tiny_llama, tmp_path / "export")
+  np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+  assert meta["weight_version"] == "test:4"
+  assert report.phases["send"].nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+
+
+def test_one_weight_and_the_prefix_cache(
+  sglang_server, sglang_python, tiny_llama, tmp_path, transport
+):  # W12
+  model = load_model(tiny_llama)
+  weights = load_weights(model, tiny_llama)
+  publish(sglang_server, model, weights, 1, transport)
+  score(sglang_server)
+  generate(sglang_server, sampling_params={"max_new_tokens": 4, "temperature": 0.0})
+  before, _ = score(sglang_server)  # the prompt is in the prefix cache now
+  perturbed = weights.replace(
+    layers=weights.layers.replace(
+      attention=jax.tree.map(lambda w: w.at[0, 0, 0].add(1.0), weights.layers.attention)
+    )
+  )
+  publish(sglang_server, model, perturbed, 2, transport)
+  reply = generate(
+    sglang_server, sampling_params={"max_new_tokens": 1, "temperature": 0.0}, logprob_start_len=-1
+  )
+  assert reply["meta_info"]["cached_tokens"] == 0
+  after, _ = score(sglang_server)
+  assert np.abs(np.subtract(after, before)).max() > 1e-3
+  want = reference(sglang_python, model, perturbed, tiny_llama, tmp_path / "export")
+  np.testing.assert_allclose(after, want, rtol=0, atol=1e-5)
+
+
+def test_a_push_while_generating_marks_each_token(sglang_server, tiny_llama, transport):  # W8
+  model = load_model(tiny_llama)
+  weights = load_weights(model, tiny_llama)
+  publish(sglang_server, model, weights, 1, transport)
+
+  async def main():
+    publisher = sglang_publisher(
+      model, [sglang_server.url], transport=transport, run_id="test", deadline=120
+    )
+    async with httpx.AsyncClient(timeout=120) as client:
+      options = {"max_new_tokens": 400, "temperature": 1.0, "ignore_eos": True}
+      running = asyncio.create_task(
+        client.post(
+          f"{sglang_server.url}/generate", json={"input_ids": PROMPT, "sampling_params": options}
+        )
+      )
+      await asyncio.sleep(0.2)
+      report = await publisher.publish(changed(weights, seed=2), 2)
+      assert report.state is State.COMMITTED, str(report)
+      reply = (await running).json()
+    await publisher.close()
+    return reply
+
+  reply = asyncio.run(main())
+  spans = reply["meta_info"]["weight_versions"]
+  assert len(reply["output_ids"]) == 400  # retracted, not lost
+  assert {span["version"] for span in spans} <= {"test:1", "test:2"}
+  assert spans[0]["start"] == 0
+  assert spans[-1]["end"] == 400
+
+
+@pytest.fixture(scope="module")
+def pair_server(sglang_python, tiny_llama, tmp_path_factory) -> Iterator[SGLangServer]:
+  """The same model over two tensor-parallel ranks."""
+  options = ServerOptions(
+    Path(tiny_llama),
+    tensor_parallel=2,
+    python=sglang_python,
+    log=tmp_path_factory.mktemp("pair") / "server.log",
+  )
+  with SGLangServer(options) as server:
+    yield server
+
+
+@pytest.mark.slow
+def test_two_tensor_parallel_ranks(pair_server, sglang_python, tiny_llama, tmp_path):
+  model = load_model(tiny_llama)
+  original = load_weights(model, tiny_llama)
+  transports = [DiskTransport(tmp_path / "staging"), TensorTransport(bucket_bytes=1 << 16)]
+  for version, transport in enumerate(transports, start=1):
+    weights = changed(original, seed=version)
+    spread = jax.device_put(weights, shardings(model, make_mesh(fsdp=4, tensor=2)))
+    publish(pair_server, model, spread, version, transport)
+    got, meta = score(pair_server)
+    want = reference(sglang_python, model, weights, tiny_llama, tmp_path / f"export{version}")
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+    assert meta["weight_version"] == f"test:{version}"
