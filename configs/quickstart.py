@@ -1,6 +1,6 @@
 """SmolLM2-135M learns to use a calculator and to finish, on two CPU cores in minutes.
 
-  python -m launch.train --config=config:quickstart --workdir=runs/quickstart
+python -m launch.train --config=config:quickstart --workdir=runs/quickstart
 """
 
 import fiddle as fdl

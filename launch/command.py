@@ -51,7 +51,9 @@ def one_line(error: BaseException) -> str:
 
 
 def run_async(main: Coroutine[Any, Any, Any]) -> Any:
-  """`asyncio.run` in which SIGTERM ends the program as Ctrl-C does: tasks cancelled, servers stopped."""
+  """`asyncio.run` in which SIGTERM ends the program as Ctrl-C does: tasks cancelled, servers
+  stopped.
+  """
 
   async def with_signal() -> Any:
     task = asyncio.current_task()

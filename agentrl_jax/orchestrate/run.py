@@ -30,6 +30,7 @@ from agentrl_jax.models.sharding import make_mesh, shardings
 from agentrl_jax.orchestrate.engines import EngineContext, Host, require_committed
 from agentrl_jax.orchestrate.experiment import Experiment
 from agentrl_jax.orchestrate.metrics import MetricsWriter, Progressing
+from agentrl_jax.orchestrate.play import make_play
 from agentrl_jax.rollout.engine import EngineDead
 from agentrl_jax.rollout.episode import Play
 from agentrl_jax.transfer.report import PushReport
@@ -132,7 +133,6 @@ async def open_run(
     saver = checkpoint.Saver(workdir / "checkpoints", keep=experiment.keep_checkpoints)
     stack.callback(saver.close)
     learner = _learner(experiment, model, mesh)
-    renderer = experiment.tasks.renderer(directory)
     host = await experiment.engine(
       EngineContext(
         model,
@@ -144,15 +144,6 @@ async def open_run(
         experiment.seed,
       )
     )
-    play = Play(
-      experiment.tasks.build,
-      host.engine,
-      renderer,
-      experiment.limits,
-      experiment.tasks.combine,
-      experiment.tasks.threshold,
-      experiment.temperature,
-    )
     try:
       yield Run(
         experiment=experiment,
@@ -163,7 +154,7 @@ async def open_run(
         reference=_reference(experiment, model, mesh),
         step=step,
         cursor=cursor,
-        play=play,
+        play=make_play(experiment, host.engine),
         host=host,
         saver=saver,
         metrics=metrics,

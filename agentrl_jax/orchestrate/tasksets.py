@@ -46,6 +46,7 @@ def calculator(
   two_step: float = 0.2,
   finished: float = 0.1,
   tool: float = 0.0,
+  examples: int = len(calculator_env.EXAMPLES),
   seed: int = 0,
   renderer: MakeRenderer | None = None,
   data_dir: str = "runs/tasks",
@@ -58,6 +59,7 @@ def calculator(
     two_step: share of problems that need two operations.
     finished: reward for answering at all; a correct answer is 1 more.
     tool: reward for having used the calculator.
+    examples: worked examples shown before the question.
     seed: of the order of training problems.
     renderer: how the model reads; default `transcript()`.
     data_dir: where the problems are kept as array_record.
@@ -65,7 +67,7 @@ def calculator(
   train = calculator_env.make_tasks("train", train_tasks, two_step=two_step)
   held_out = calculator_env.make_tasks("held_out", held_out_tasks, two_step=two_step)
   return Taskset(
-    build=calculator_env.build,
+    build=functools.partial(calculator_env.build, examples=calculator_env.EXAMPLES[:examples]),
     train=TaskSource(store_tasks(train, data_dir, "calculator-train"), seed),
     held_out=store_tasks(held_out, data_dir, "calculator-held_out"),
     renderer=renderer or transcript(),

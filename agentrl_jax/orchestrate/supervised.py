@@ -1,0 +1,166 @@
+"""Supervised training with the same learner: likelihood of the actions of recorded episodes.
+
+It makes the starting policies that reinforcement learning then improves.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from agentrl_jax.learner import checkpoint
+from agentrl_jax.learner.rows import rows_per_micro_batch
+from agentrl_jax.learner.state import abstract_state, make_state
+from agentrl_jax.learner.step import make_prepare, make_step
+from agentrl_jax.models.hf import load_model, save_weights
+from agentrl_jax.models.sharding import make_mesh
+from agentrl_jax.orchestrate.experiment import Taskset
+from agentrl_jax.orchestrate.metrics import MetricsWriter, Progressing, to_floats
+from agentrl_jax.orchestrate.pack import pack
+from agentrl_jax.orchestrate.run import lock
+from agentrl_jax.rollout.episode import Limits, Play
+from agentrl_jax.rollout.records import Episode, Outcome, Task, from_json
+from agentrl_jax.rollout.scripted import Policy, demonstrate
+from agentrl_jax.types import Algorithm, Aux
+
+EpisodeSource = Callable[[Path], Sequence[Episode]]  # of a model directory, for its tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Supervised:
+  """One supervised run. `model` is a Hugging Face directory, made by `make_model` where absent."""
+
+  model: str
+  episodes: EpisodeSource
+  algorithm: Algorithm
+  optimizer: optax.GradientTransformation
+  steps: int
+  episodes_per_step: int = 32
+  row_length: int = 512
+  micro_rows: int = 1
+  make_model: Callable[[Path], None] | None = None
+  seed: int = 0
+  mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  dtype: str = "float32"
+  checkpoint_every: int = 100
+
+
+def recorded(*paths: str, only_success: bool = False) -> EpisodeSource:
+  """Episodes of trajectory files (`trajectories/step_*.jsonl` of a run).
+
+  Raises ValueError naming file and line of a record that cannot be read.
+  """
+
+  def read(directory: Path) -> Sequence[Episode]:
+    del directory
+    found = []
+    for path in map(Path, paths):
+      for number, text in enumerate(path.read_text().splitlines(), 1):
+        try:
+          found.append(from_json(text))
+        except ValueError as error:
+          raise ValueError(f"{path}, line {number}: {error}") from error
+    return [e for e in found if e.outcome is Outcome.SUCCESS or not only_success]
+
+  return read
+
+
+def demonstrated(
+  tasks: Taskset, policy: Callable[[Task], Policy], *, count: int, limits: Limits
+) -> EpisodeSource:
+  """The first `count` training tasks, played by the scripted `policy`."""
+
+  def play(directory: Path) -> Sequence[Episode]:
+    stage = Play(
+      build=tasks.build,
+      engine=None,  # pyright: ignore  (a script needs none)
+      renderer=tasks.renderer(directory),
+      limits=limits,
+      combine=tasks.combine,
+      threshold=tasks.threshold,
+    )
+    chosen, _ = tasks.train.next(0, count)
+
+    async def every() -> list[Episode]:
+      return [
+        await demonstrate(stage, task, policy(task), trajectory_id=f"demo/{i}", group_id=f"{i}")
+        for i, task in enumerate(chosen)
+      ]
+
+    return asyncio.run(every())
+
+  return play
+
+
+def train_supervised(plan: Supervised, workdir: Path, progress: Progressing) -> Path:
+  """Runs, or goes on, in `workdir`; returns the trained model's directory.
+
+  Raises:
+    ValueError: no episode, or one that does not fit a row.
+    CheckpointError, WorkdirBusy: as in a reinforcement learning run.
+  """
+  directory = Path(plan.model)
+  if not directory.exists() and plan.make_model is not None:
+    plan.make_model(directory)
+  model, mesh = load_model(directory), make_mesh(devices=None, **plan.mesh)
+  episodes = plan.episodes(directory)
+  if not episodes:
+    raise ValueError("no episodes to train on")
+  with lock(workdir), checkpoint.Saver(workdir / "checkpoints") as saver:
+    latest = checkpoint.latest(workdir / "checkpoints")
+    if latest is None:
+      state = make_state(model, plan.optimizer, mesh, directory=directory)
+    else:
+      state, _ = checkpoint.restore(latest, abstract_state(model, plan.optimizer, mesh))
+    metrics = MetricsWriter(workdir, resume_step=int(state.step))
+    prepare = make_prepare(plan.algorithm)
+    update = make_step(
+      model,
+      plan.optimizer,
+      plan.algorithm,
+      mesh,
+      micro_rows=plan.micro_rows,
+      dtype=jnp.dtype(plan.dtype),
+    )
+    make_batch = functools.partial(
+      pack,
+      row_length=plan.row_length,
+      micro_rows=rows_per_micro_batch(plan.micro_rows, mesh),
+      min_members=1,
+    )
+    for step in range(int(state.step), plan.steps):
+      progress.update("supervised steps", step, plan.steps)
+      drawn = draw(len(episodes), plan.episodes_per_step, step, plan.seed)
+      packed = make_batch([[episodes[i]] for i in drawn])
+      # Against an old log-prob of zero the likelihood's loss is the negative log-likelihood itself.
+      aux = Aux(old_logp=np.zeros(packed.batch.tokens.shape, np.float32))  # pyright: ignore
+      state, found = update(state, prepare(packed.batch, aux))
+      values = to_floats(found)
+      metrics.write(step, values, wall_time=time.time())
+      if (step + 1) % plan.checkpoint_every == 0 or step + 1 == plan.steps:
+        progress.say(f"supervised step {step + 1}/{plan.steps}: loss {values['loss']:.4f}")
+        saver.save(state, checkpoint.HostState(plan.seed, step + 1, {"next": step + 1}))
+    progress.update("supervised steps", plan.steps, plan.steps)
+    metrics.close()
+    trained = workdir / "model"
+    save_weights(model, state.weights, trained, dtype=jnp.float32, copy_from=directory)
+  return trained
+
+
+def draw(size: int, count: int, step: int, seed: int) -> list[int]:
+  """Which episodes step `step` trains on: consecutive slices of one shuffled order an epoch."""
+  first = step * count
+  orders: dict[int, np.ndarray] = {}
+  chosen = []
+  for at in range(first, first + count):
+    epoch = at // size
+    if epoch not in orders:
+      orders[epoch] = np.random.default_rng((seed, epoch)).permutation(size)
+    chosen.append(int(orders[epoch][at % size]))
+  return chosen

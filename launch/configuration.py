@@ -1,0 +1,55 @@
+"""The flags that every training command has: a Fiddle configuration and a work directory."""
+
+from pathlib import Path
+from typing import TypeVar
+
+import fiddle as fdl
+from absl import flags
+from fiddle import absl_flags
+from fiddle.experimental import serialization
+
+import configs
+from launch import command
+
+T = TypeVar("T")
+
+
+def define_config() -> flags.FlagHolder:
+  """`--config=config:NAME`, then any of `set:PATH=VALUE` and `fiddler:NAME`; or `config_file:PATH`.
+
+  NAME is a function of `configs`, or `module.function` of anything that can be imported.
+  """
+  return absl_flags.DEFINE_fiddle_config(
+    "config",
+    default_module=configs,
+    help_string="config:NAME, then any of set:PATH=VALUE and fiddler:NAME; or config_file:PATH",
+    allow_imports=True,
+  )
+
+
+def define_workdir() -> flags.FlagHolder[str | None]:
+  """`--workdir=DIR`."""
+  return flags.DEFINE_string("workdir", None, "The run's directory; made if absent.")
+
+
+def built(flag: flags.FlagHolder, kind: type[T]) -> T:
+  """What the configuration builds. Raises ValueError if it is missing or builds something else."""
+  if flag.value is None:
+    raise ValueError("--config is missing: for example --config=config:quickstart")
+  result: object = fdl.build(flag.value)
+  if not isinstance(result, kind):
+    raise ValueError(f"--config builds {type(result).__name__}, this command takes {kind.__name__}")
+  return result
+
+
+def opened(workdir: flags.FlagHolder[str | None], config: flags.FlagHolder) -> Path:
+  """The work directory, with the resolved configuration in it, as JSON that runs again."""
+  if not workdir.value:
+    raise ValueError("--workdir is missing: give the directory that the run shall live in")
+  directory = Path(workdir.value)
+  directory.mkdir(parents=True, exist_ok=True)
+  command.traceback_directory = directory
+  partial = directory / "config.partial"
+  partial.write_text(serialization.dump_json(config.value, indent=2))
+  partial.replace(directory / "config.json")
+  return directory
