@@ -157,9 +157,10 @@ def unembedding(config: Config, weights: LlamaWeights) -> Float[Array, "D V"]:
 def init_cache(
   config: Config, rows: int, length: int, dtype: Any
 ) -> tuple[tuple[Array, Array], ...]:
-  """For each layer (keys, values), both [rows, K, length, H]: each head's keys lie together."""
-  shape = (rows, config.kv_heads, length, config.head_dim)
-  return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.layers))
+  """For each layer keys [rows, K, H, length] and values [rows, K, length, H]: see `attend_cache`."""
+  keys = rows, config.kv_heads, config.head_dim, length
+  values = rows, config.kv_heads, length, config.head_dim
+  return tuple((jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(config.layers))
 
 
 def decode(
@@ -183,7 +184,10 @@ def decode(
     def mix(
       query: Array, key: Array, value: Array, keys: Array = keys, values: Array = values
     ) -> tuple[Array, tuple[Array, Array]]:
-      kept = attention.write(keys, key, position), attention.write(values, value, position)
+      kept = (
+        attention.write_keys(keys, key, position),
+        attention.write_values(values, value, position),
+      )
       return attention.attend_cache(query, *kept, position), kept
 
     x, kept = _block(config, layer, x, by, mix, matmul)
@@ -216,33 +220,14 @@ def rules(config: Config) -> tuple[Rule, ...]:
 
 
 # config.json fields that change nothing here, whatever they hold.
-_IGNORED = frozenset(
-  [
-    "_name_or_path",
-    "architectures",
-    "attention_dropout",
-    "chunk_size_feed_forward",
-    "dtype",
-    "head_dim",
-    "id2label",
-    "initializer_range",
-    "is_encoder_decoder",
-    "is_llama_config",
-    "label2id",
-    "model_type",
-    "output_attentions",
-    "output_hidden_states",
-    "problem_type",
-    "return_dict",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "torch_dtype",
-    "transformers.js_config",
-    "transformers_version",
-    "use_cache",
-  ]
-)
+_IGNORED = {
+  *("_name_or_path", "architectures", "attention_dropout", "chunk_size_feed_forward", "dtype"),
+  *("id2label", "initializer_range", "is_encoder_decoder", "is_llama_config", "label2id"),
+  *("model_type", "output_attentions", "output_hidden_states", "problem_type", "return_dict"),
+  *("torch_dtype", "transformers.js_config", "transformers_version", "use_cache"),
+}
+# Fields read below, beside the tables.
+_READ = {"head_dim", "rope_parameters", "rope_scaling", "rope_theta"}
 # Fields of which only these values are implemented.
 _FIXED = {
   "attention_bias": (False,),
@@ -280,7 +265,7 @@ def from_hf(fields: Mapping[str, Any]) -> Model:
       raise ValueError(
         f"config field {name}={value!r} is not supported, expected {_FIXED[name][0]!r}"
       )
-    if name not in _IGNORED and name not in {*_FIXED, *_SIZES, *_OPTIONS}:
+    if name not in {*_IGNORED, *_READ, *_FIXED, *_SIZES, *_OPTIONS}:
       raise ValueError(f"config field {name}={value!r} is not known to the Llama family")
   missing = [name for name in _SIZES if name not in fields]
   if missing:

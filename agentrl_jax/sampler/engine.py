@@ -1,8 +1,9 @@
-"""The embedded engine: continuous batching over a KV cache in this process, behind the `Engine` protocol.
+"""The embedded engine: continuous batching over a KV cache, behind the `Engine` protocol.
 
-Device programs run inline on the event loop, and between two of them the loop is turned until no task has
-anything to submit; what waits is then batched together. Nothing depends on the clock, so the same calls give
-the same bits. (A task that waits for a thread or a socket brings its own timing with it.)
+Device programs run inline on the event loop, and between two of them the loop is turned until no
+task has anything to submit; what waits is then batched together. Nothing depends on the clock, so
+the same calls give the same bits. (A task that waits for a thread or a socket brings its own timing
+with it.)
 """
 
 import asyncio
@@ -13,13 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from agentrl_jax.models.model import Cache, Model, Weights, unstack
+from agentrl_jax.models.model import Cache, Model, Weights
 from agentrl_jax.rollout.engine import EngineError, Finish, Generation, SamplingParams
 from agentrl_jax.sampler import schedule
+from agentrl_jax.sampler.placement import cache_sharding, own_copy
 from agentrl_jax.sampler.programs import NOTHING, RowState, make_programs
 from agentrl_jax.sampler.residency import Residency
+from agentrl_jax.sampler.sampling import request_key
 from agentrl_jax.sampler.schedule import Buckets, Copy, Decode, Prefill, Request
 from agentrl_jax.sampler.stops import StopTable
 
@@ -30,13 +32,13 @@ SETTLE_TURNS = 4096  # at most, however busy the submitters are
 class EmbeddedEngine:
   """Samples from `model` in this process. Implements `rollout.engine.Engine`, and `load`.
 
-  Log-probs are `log_softmax(logits / temperature)` of the sampled ids in float32, over the whole vocabulary.
-  The draw of a token is a function of the engine's seed, the request's seed and the token's index in its
-  stream: neither the row, nor the company in the batch, nor timing enters. Temperature 0 takes the largest
-  logit and reports log-probs at temperature 1.
+  Log-probs are `log_softmax(logits / temperature)` of the sampled ids in float32, over the whole
+  vocabulary. The draw of a token is a function of the engine's seed, the request's seed and the
+  token's index in its stream: neither the row, nor the company in the batch, nor timing enters.
+  Temperature 0 takes the largest logit and reports log-probs at temperature 1.
 
   Args:
-    weights: copied, so the caller may donate them; sharded weights make the cache sharded on their mesh.
+    weights: copied, so the caller may donate them; where they are sharded, so is the cache.
     slots: rows of the cache: how many requests run at once.
     context: tokens of a stream at most, sampled ones included.
     seed: of all random draws, any integer.
@@ -73,17 +75,15 @@ class EmbeddedEngine:
       )
     self.name = name
     self._model, self._slots, self._context = model, slots, context
-    self._dtype, self._deadline = dtype, deadline
+    self._seed, self._dtype, self._deadline = seed, dtype, deadline
     self._max_steps, self._prefill_tokens = max_steps, prefill_tokens
-    self._buckets = buckets or default_buckets(slots, context)
+    self._buckets = buckets or schedule.default_buckets(slots, context)
     if self._buckets.rows[-1] != slots or self._buckets.length[-1] != context:
       raise ValueError(f"{self._buckets} must end with {slots} rows and length {context}")
     self._weights, self._version = own_copy(weights), version
     self._sharding = cache_sharding(weights, jax.eval_shape(self._empty_cache))
     self._cache = self._new_cache()
-    self._programs = make_programs(
-      model, seed=seed_words(seed), dtype=dtype, max_steps=max_steps, sharding=self._sharding
-    )
+    self._programs = make_programs(model, dtype=dtype, max_steps=max_steps, sharding=self._sharding)
     self._residency = Residency(slots, context)
     self._stops = StopTable(model.config.vocab_size)
     self._waiting: list[Request] = []
@@ -128,8 +128,8 @@ class EmbeddedEngine:
   async def load(self, weights: Weights, version: int) -> None:
     """Installs new weights; requests under way go on with them, their cache recomputed.
 
-    Each token's version is recorded. Raises EngineError when `version` does not increase or the weights'
-    shapes differ from those that are served.
+    Each token's version is recorded. Raises EngineError when `version` does not increase or the
+    weights' shapes differ from those that are served.
     """
     self._check_open("load")
     if version <= self._version:
@@ -184,7 +184,7 @@ class EmbeddedEngine:
     )
 
   async def _drive(self) -> None:
-    """Alternates between letting tasks submit and running one device program, while there is work."""
+    """Lets tasks submit, then runs one device program, as long as there is work."""
     try:
       while True:
         await self._settle()
@@ -197,7 +197,7 @@ class EmbeddedEngine:
       raise
     except Exception as error:
       # A failed program may have consumed the donated cache.
-      self._fail_all(f"the device program failed: {error!r}")
+      self._fail_all(f"the device program failed: {error!r}", error)
       self._reset_cache()
 
   async def _settle(self) -> None:
@@ -287,28 +287,26 @@ class EmbeddedEngine:
     self.counters["decode_steps"] += int((ids != NOTHING).any(axis=0).sum())
     for request, place in zip(call.requests, places, strict=True):
       self._record(request, ids[place], logp[place])
+    if not np.isfinite(logp).all():
+      # Attention multiplies what lies past a row's end by zero, and zero times NaN is NaN.
+      self._reset_cache()
 
   def _row_state(self, call: Decode, size: int, places: Sequence[int]) -> tuple[RowState, int]:
     """The rows' state and how many cache indices the call may reach."""
-    state = RowState(
-      token=np.zeros(size, np.int32),
-      position=np.zeros(size, np.int32),
-      remaining=np.zeros(size, np.int32),
-      temperature=np.ones(size, np.float32),
-      seed=np.zeros((size, 2), np.uint32),
-      stop=np.zeros(size, np.int32),
-    )
+    token, position, remaining, stop = np.zeros((4, size), np.int32)
+    temperature, key = np.ones(size, np.float32), np.zeros((size, 2), np.uint32)
     sets = self._stops.indices([r.params.stop_token_ids for r in call.requests])
     end = 0
-    for request, place, stop in zip(call.requests, places, sets, strict=True):
-      state.token[place] = request.ids[request.length - 1]
-      state.position[place] = request.length - 1
-      state.remaining[place] = request.remaining
-      state.temperature[place] = request.params.temperature
-      state.seed[place] = seed_words(request.params.seed)
-      state.stop[place] = stop
+    for request, place, stop_set in zip(call.requests, places, sets, strict=True):
+      token[place] = request.ids[request.length - 1]
+      position[place] = request.length - 1
+      remaining[place] = request.remaining
+      stop[place] = stop_set
+      temperature[place] = request.params.temperature
+      key[place] = request_key(self._seed, request.params.seed)
       end = max(end, request.length - 1 + min(call.steps, request.remaining))
-    return state, end
+    fields = token, position, remaining, temperature, key, stop
+    return RowState(*(jnp.asarray(field) for field in fields)), end
 
   def _record(self, request: Request, ids: np.ndarray, logp: np.ndarray) -> None:
     """Appends what one call sampled for a request, and finishes it where it stopped."""
@@ -319,11 +317,10 @@ class EmbeddedEngine:
     if bad.size:
       reason = f"log-prob {logp[bad[0]]} of sampled token {sampled + bad[0]} is not finite"
       self._fail(request, reason)
-      self._reset_cache()  # masked attention multiplies what lies past a row's end by zero: NaN stays
       return
     request.logp[sampled : sampled + count] = np.minimum(logp, 0.0)
     request.version[sampled : sampled + count] = self._version
-    # The inputs of the call's steps are now in the cache: the last token before it, and all but its last.
+    # The inputs of the call's steps are now in the cache: the token before it and all but the last.
     self._residency.append(request.row, np.append(request.ids[request.length - 1], ids[:-1]))
     request.ids[request.length : request.length + count] = ids
     request.length += count
@@ -334,7 +331,7 @@ class EmbeddedEngine:
       self._finish(request, "length")
 
   def _rows(self, rows: Sequence[int] | np.ndarray) -> tuple[np.ndarray, bool]:
-    """Rows padded to a bucket with other rows, which nothing is written to; whether they are all rows."""
+    """Rows padded to a bucket with rows that nothing is written to; whether they are all rows."""
     size = schedule.fit(self._buckets.rows, len(rows))
     if size == self._slots:
       return np.arange(size, dtype=np.int32), True
@@ -353,14 +350,16 @@ class EmbeddedEngine:
       request.result.set_result(Generation(ids, request.logp[:count].copy(), version, finish))
     self._drop(request)
 
-  def _fail(self, request: Request, reason: str) -> None:
+  def _fail(self, request: Request, reason: str, cause: Exception | None = None) -> None:
     if not request.result.done():
-      request.result.set_exception(self._error(request.request_id, reason))
+      error = self._error(request.request_id, reason)
+      error.__cause__ = cause
+      request.result.set_exception(error)
     self._drop(request)
 
-  def _fail_all(self, reason: str) -> None:
+  def _fail_all(self, reason: str, cause: Exception | None = None) -> None:
     for request in [*self._running, *self._waiting]:
-      self._fail(request, reason)
+      self._fail(request, reason, cause)
 
   def _drop(self, request: Request) -> None:
     """Forgets a request, wherever it is; its row is free and what it holds stays resident."""
@@ -371,7 +370,7 @@ class EmbeddedEngine:
       self._waiting.remove(request)
 
   def _forget(self) -> None:
-    """No cached key or value outlives the weights it was made with: the one place that ensures it."""
+    """The one place that ensures that no key or value outlives the weights it was made with."""
     self._residency.clear()
     for request in self._running:
       request.begun = False
@@ -392,37 +391,3 @@ class EmbeddedEngine:
 
   def _error(self, request_id: str, reason: str) -> EngineError:
     return EngineError(f"engine {self.name}, request {request_id}: {reason}")
-
-
-def default_buckets(slots: int, context: int) -> Buckets:
-  """Doubling sizes: at most half of what a call computes is padding."""
-  return Buckets(
-    rows=schedule.doubling(1, slots),
-    chunk=schedule.doubling(16, min(256, context)),
-    length=schedule.doubling(128, context),
-  )
-
-
-def seed_words(seed: int) -> np.ndarray:
-  """The low 64 bits of an integer as two words, uint32 [2]."""
-  return np.array([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
-
-
-@jax.jit
-def own_copy(weights: Weights) -> Weights:
-  """The weights with one tree a layer, in buffers of their own, under the shardings they had."""
-  return jax.tree.map(jnp.copy, unstack(weights))
-
-
-def cache_sharding(weights: Weights, cache: Cache) -> Any:
-  """For [rows, K, length, H] arrays: heads over `tensor` and rows over `data` where they divide."""
-  sharding = jax.tree.leaves(weights)[0].sharding
-  if not isinstance(sharding, NamedSharding):
-    return sharding
-  rows, heads, _, _ = jax.tree.leaves(cache)[0].shape
-  mesh = sharding.mesh
-  axes = [
-    axis if size % mesh.shape.get(axis, size + 1) == 0 else None
-    for axis, size in (("data", rows), ("tensor", heads))
-  ]
-  return NamedSharding(mesh, PartitionSpec(*axes))

@@ -1,7 +1,7 @@
-"""The three device programs of the sampler: copy a prefix, prefill, decode; the cache is donated to each.
+"""The sampler's three device programs: copy a prefix, prefill, decode; each gets the cache donated.
 
-A program works on a view of the cache: the rows it needs, cut to the indices it can reach. The view of all
-rows and indices is the cache itself. Only sampled positions are ever multiplied with the head.
+A program works on a view of the cache: the rows it needs, cut to the indices it can reach. The view
+of all rows and indices is the cache itself. Only sampled positions are multiplied with the head.
 """
 
 import functools
@@ -16,24 +16,23 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from agentrl_jax.models.model import Cache, Model, Weights
 from agentrl_jax.sampler.sampling import sample, uniforms
 
-LENGTH_AXIS = 2  # of cache arrays [rows, K, length, H]
 NOTHING = -1  # in place of a sampled id, after the end of a row's turn
 
 
 @flax.struct.dataclass
 class RowState:
-  """What decoding must know of each row of the view; `remaining` 0 marks a row without a request."""
+  """What decoding must know of each row of a view; `remaining` 0 marks a row without a request."""
 
   token: Int[Array, "R"]  # the stream's last token, not yet in the cache
   position: Int[Array, "R"]  # its index in the stream
   remaining: Int[Array, "R"]  # tokens it may still sample
   temperature: Float[Array, "R"]
-  seed: UInt32[Array, "R 2"]
+  key: UInt32[Array, "R 2"]  # of the request's randomness
   stop: Int[Array, "R"]  # row of the table of stop sets
 
 
 class Programs(NamedTuple):
-  """Jitted functions; `whole` (static) says that the view is all rows in order, so none is gathered.
+  """Jitted functions; `whole` (static) says that the view is all rows in order, not a gathering.
 
   copy(cache, source [R], target [R], *, length) -> cache
   prefill(weights, cache, rows [R], tokens [R N], position [R N], *, length, whole) -> cache
@@ -46,26 +45,29 @@ class Programs(NamedTuple):
   decode: Callable[..., tuple[Cache, Int[Array, "R M"], Float[Array, "R M"]]]
 
 
-def make_programs(
-  model: Model, *, seed: UInt32[Array, "2"], dtype: Any, max_steps: int, sharding: Any
-) -> Programs:
-  """Programs for one model; `max_steps` (M) bounds a decode call, `sharding` is the cache's."""
+@functools.cache
+def make_programs(model: Model, *, dtype: Any, max_steps: int, sharding: Any) -> Programs:
+  """Programs for one model; `max_steps` (M) bounds a decode call, `sharding` is the cache's.
+
+  Engines with equal arguments share what is compiled.
+  """
+  axes = length_axes(model)
   jit = functools.partial(jax.jit, donate_argnames=("cache",), static_argnames=("length", "whole"))
 
   def copy(cache, source, target, *, length):
-    moved = _view(cache, source, length, False)
-    return _put(cache, target, moved, length, False)
+    moved = _view(cache, axes, source, length, False)
+    return _put(cache, axes, target, moved, length, False)
 
   def prefill(weights, cache, rows, tokens, position, *, length, whole):
-    view = _view(cache, rows, length, whole)
+    view = _view(cache, axes, rows, length, whole)
     _, view = model.decode(weights, view, tokens, position, dtype=dtype)
-    return _put(cache, rows, view, length, whole)
+    return _put(cache, axes, rows, view, length, whole)
 
   def decode(weights, cache, rows, state, stop_table, steps, quota, *, length, whole):
-    view = _view(cache, rows, length, whole)
+    view = _view(cache, axes, rows, length, whole)
     forward = functools.partial(_logits, model, dtype, weights)
-    view, ids, logp = _decode_loop(forward, seed, max_steps, view, state, stop_table, steps, quota)
-    return _put(cache, rows, view, length, whole), ids, logp
+    view, ids, logp = _decode_loop(forward, max_steps, view, state, stop_table, steps, quota)
+    return _put(cache, axes, rows, view, length, whole), ids, logp
 
   return Programs(
     jax.jit(copy, donate_argnames=("cache",), static_argnames="length", out_shardings=sharding),
@@ -85,7 +87,6 @@ def _logits(
 
 def _decode_loop(
   forward: Callable[..., tuple[Array, Cache]],
-  seed: UInt32[Array, "2"],
   max_steps: int,
   view: Cache,
   state: RowState,
@@ -106,8 +107,8 @@ def _decode_loop(
     step, view, token, live, ids, logp = carry
     position = state.position + step
     logits, view = forward(view, token, jnp.where(live, position, -1))
-    # The draw depends on the sampled token's index in its stream, so that a turn cut in two is the same turn.
-    uniform = uniforms(seed, state.seed, position + 1)
+    # The draw depends on the token's index in its stream: a turn cut in two is the same turn.
+    uniform = uniforms(state.key, position + 1)
     token, token_logp = sample(logits, state.temperature, uniform)
     put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=step, axis=1)
     ids = put(ids, jnp.where(live, token, NOTHING)[:, None])
@@ -122,20 +123,33 @@ def _decode_loop(
   return view, ids, logp
 
 
-def _view(cache: Cache, rows: Int[Array, "R"], length: int, whole: bool) -> Cache:
-  def take(array):
-    array = jax.lax.slice_in_dim(array, 0, length, axis=LENGTH_AXIS)
+def length_axes(model: Model) -> Any:
+  """The axis of each cache array that grows with the length; rows are axis 0."""
+  shorter, longer = (jax.eval_shape(lambda n=n: model.init_cache(1, n)) for n in (1, 2))
+  return jax.tree.map(
+    lambda a, b: next(i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n),
+    shorter,
+    longer,
+  )
+
+
+def _view(cache: Cache, axes: Any, rows: Int[Array, "R"], length: int, whole: bool) -> Cache:
+  def take(array, axis):
+    array = jax.lax.slice_in_dim(array, 0, length, axis=axis)
     return array if whole else array.at[rows].get(mode="promise_in_bounds")
 
-  return jax.tree.map(take, cache)
+  return jax.tree.map(take, cache, axes)
 
 
-def _put(cache: Cache, rows: Int[Array, "R"], view: Cache, length: int, whole: bool) -> Cache:
-  """The cache with the view's rows and indices replaced; padding rows of a view differ from all others."""
+def _put(
+  cache: Cache, axes: Any, rows: Int[Array, "R"], view: Cache, length: int, whole: bool
+) -> Cache:
+  """The cache with the view's rows and indices replaced; no row is in a view twice."""
 
-  def write(array, part):
+  def write(array, part, axis):
     if whole:
-      return jax.lax.dynamic_update_slice_in_dim(array, part, 0, axis=LENGTH_AXIS)
-    return array.at[rows, :, :length].set(part, mode="promise_in_bounds", unique_indices=True)
+      return jax.lax.dynamic_update_slice_in_dim(array, part, 0, axis=axis)
+    index = (rows, *(slice(length if i == axis else None) for i in range(1, array.ndim)))
+    return array.at[index].set(part, mode="promise_in_bounds", unique_indices=True)
 
-  return jax.tree.map(write, cache, view)
+  return jax.tree.map(write, cache, view, axes)

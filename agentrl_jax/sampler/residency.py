@@ -1,7 +1,7 @@
 """Which tokens' keys and values each row of the cache holds, so that no prefix is computed twice.
 
-A finished request's row stays resident until another request needs the row (least recently used first). Plain
-numpy; the arrays on the device are moved by whoever asks here.
+A finished request's row stays resident until another request needs the row (least recently used
+first). Plain numpy; the arrays on the device are moved by whoever asks here.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ EMPTY = -1  # never a token id
 
 
 class Residency:
-  """Invariant: row r's keys and values at indices [0, length[r]) are those of tokens[r, :length[r]]."""
+  """Invariant: row r's keys and values at indices below length[r] are those of tokens[r]."""
 
   def __init__(self, rows: int, context: int):
     self.tokens = np.full((rows, context), EMPTY, np.int32)
@@ -38,7 +38,7 @@ class Residency:
     targets: Int[np.ndarray, "N"],
     lengths: Int[np.ndarray, "N"],
   ) -> None:
-    """Target n now holds the first `lengths[n]` tokens that source n held before this call, and no more."""
+    """Target n now holds the first `lengths[n]` tokens that source n held before this call."""
     kept = np.arange(self.tokens.shape[1])[None, :] < lengths[:, None]
     self.tokens[targets] = np.where(kept, self.tokens[sources], EMPTY)
     self.length[targets] = lengths
@@ -52,8 +52,8 @@ class Residency:
   def claim(self, ids: Int[np.ndarray, "N"]) -> int:
     """Takes a free row for a request that needs the keys and values of `ids`.
 
-    A row whose whole content is a prefix of `ids` (the same episode, one turn earlier) is taken, the longest
-    first; else the least recently used row. Raises ValueError when no row is free.
+    A row whose whole content is a prefix of `ids` (the same episode, one turn earlier) is taken,
+    the longest first; else the least recently used row. Raises ValueError when no row is free.
     """
     free = np.flatnonzero(~self.busy)
     if not free.size:

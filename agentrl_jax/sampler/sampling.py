@@ -1,29 +1,34 @@
 """One token a row from `softmax(logits / T)` over the whole vocabulary, without a pass to spare.
 
-The vocabulary is cut into blocks; a block is drawn by its probability mass and then a token within it by its
-share of the block, each by inverse CDF with a uniform of its own. That is exact, reads the logits twice, and
-needs two random numbers a row where the Gumbel trick needs one for every entry of the vocabulary.
+The vocabulary is cut into blocks; a block is drawn by its probability mass and then a token within
+it by its share of the block, each by inverse CDF with a uniform of its own. That is exact, reads
+the logits twice, and needs two random numbers a row where the Gumbel trick needs one for every
+token.
 """
 
+import hashlib
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 
-def uniforms(
-  seed: UInt32[Array, "2"], request_seed: UInt32[Array, "R 2"], index: Int[Array, "R"]
-) -> Float[Array, "R 2"]:
-  """Two uniforms in [0, 1) a row: a function of engine seed, request seed and token index alone."""
+def request_key(engine_seed: int, request_seed: int) -> UInt32[np.ndarray, "2"]:
+  """The random key of a request: a hash of two integers of any size."""
+  digest = hashlib.blake2b(f"{engine_seed}/{request_seed}".encode(), digest_size=8).digest()
+  return np.frombuffer(digest, np.uint32)
 
-  def draw(row_seed, row_index):
-    key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-    for word in (row_seed[0], row_seed[1], row_index):
-      key = jax.random.fold_in(key, word)
-    return jax.random.uniform(key, (2,), jnp.float32)
 
-  return jax.vmap(draw)(request_seed, index)
+def uniforms(key: UInt32[Array, "R 2"], index: Int[Array, "R"]) -> Float[Array, "R 2"]:
+  """Two uniforms in [0, 1) a row: a function of the row's key and token index alone."""
+
+  def draw(row_key, row_index):
+    typed = jax.random.wrap_key_data(row_key, impl="threefry2x32")
+    return jax.random.uniform(jax.random.fold_in(typed, row_index), (2,), jnp.float32)
+
+  return jax.vmap(draw)(key, index)
 
 
 def sample(
@@ -54,7 +59,7 @@ def sample(
 
 
 def _block_width(vocab: int) -> int:
-  """About sqrt(vocab), so that both draws are short; a multiple of 64 where the vocabulary is large."""
+  """About sqrt(vocab), so that both draws are short; a multiple of 64 where that is large."""
   root = math.isqrt(vocab - 1) + 1
   return root if root < 64 else -(-root // 64) * 64
 

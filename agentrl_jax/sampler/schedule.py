@@ -1,7 +1,7 @@
 """What the device does next, as a pure function of the requests and of what the cache holds.
 
-No clock and no arrival time is read: the same requests in the same order give the same device calls. Shapes
-come from buckets, so that there are few programs to compile.
+No clock and no arrival time is read: the same requests in the same order give the same device
+calls. Shapes come from buckets, so that there are few programs to compile.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ WORTH_WAITING = 16  # tokens of prefill that a request saves by waiting for anot
 
 @dataclasses.dataclass(eq=False)
 class Request:
-  """One call of `generate` under way. `ids[:length]` is its stream: the prompt and what was sampled."""
+  """One call of `generate` under way. `ids[:length]` is its stream: prompt, then sampled tokens."""
 
   request_id: str
   params: SamplingParams
@@ -47,7 +47,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-  """The shapes that programs are compiled for; each tuple increases and ends with the largest allowed."""
+  """The shapes that programs are compiled for; each tuple increases to the largest allowed."""
 
   rows: tuple[int, ...]
   chunk: tuple[int, ...]  # prompt tokens a row and call
@@ -60,12 +60,15 @@ class Buckets:
         raise ValueError(f"buckets of {field.name} are {sizes}, expected increasing positive sizes")
 
 
-def doubling(first: int, last: int) -> tuple[int, ...]:
-  """first, 2 first, 4 first, ... below last, then last itself."""
-  sizes = [min(first, last)]
-  while sizes[-1] < last:
-    sizes.append(min(2 * sizes[-1], last))
-  return tuple(sizes)
+def default_buckets(slots: int, context: int) -> Buckets:
+  """Few shapes: rows fall by four (few rows cost almost as much as four times as many), chunks
+  double, lengths are quarters of the context in multiples of 64.
+  """
+  rows = sorted({max(1, slots // 4**i) for i in range(slots.bit_length())})
+  chunk = [size for size in (16, 32, 64, 128) if size < context] + [min(256, context)]
+  quarters = [-(-context * i // 256) * 64 for i in (1, 2, 3)]
+  length = [size for size in sorted(set(quarters)) if size < context] + [context]
+  return Buckets(tuple(rows), tuple(chunk), tuple(length))
 
 
 def fit(sizes: Sequence[int], need: int) -> int:
@@ -92,7 +95,7 @@ class Prefill:
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-  """All requests sample up to `steps` tokens; the call ends early once `quota` of them are finished."""
+  """All requests sample up to `steps` tokens; the call ends early once `quota` are finished."""
 
   requests: tuple[Request, ...]
   steps: int
@@ -102,8 +105,8 @@ class Decode:
 def admission_order(waiting: Sequence[Request], residency: Residency) -> list[Request]:
   """Requests that go on where a free row ends come first: a new one could evict what they need.
 
-  Otherwise in order of arrival. An episode has few turns, so a new request waits only as long as if episodes
-  owned their rows.
+  Otherwise in order of arrival. An episode has few turns, so a new request waits only as long as
+  if episodes owned their rows.
   """
   free = np.flatnonzero(~residency.busy)
 

@@ -1,7 +1,7 @@
 """The stop sets in use as one table on the device: a row a set, a bit a token of the vocabulary.
 
-A stop set may hold hundreds of ids (every token whose text has a newline); all requests of a run mostly share
-one, so the table is a few rows and rarely changes.
+A stop set may hold hundreds of ids (every token whose text has a newline); the requests of a run
+mostly share one, so the table is a few rows and rarely changes.
 """
 
 from collections.abc import Sequence
