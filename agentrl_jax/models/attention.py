@@ -90,7 +90,7 @@ def attend_cache(
 def write_keys(
   cache: Float[Array, "B K H S"], new: Float[Array, "B T K H"], position: Int[Array, "B T"]
 ) -> Float[Array, "B K H S"]:
-  """Puts `new[b, t]` at index `position[b, t]` of row b; -1 and indices past the end write nothing."""
+  """Puts `new[b, t]` at index `position[b, t]` of row b; nowhere if that is -1 or past the end."""
   rows = jnp.arange(cache.shape[0])[:, None]
   index = _or_past_the_end(position, cache.shape[3])
   return cache.at[rows, :, :, index].set(new.astype(cache.dtype), mode="drop")
@@ -186,7 +186,7 @@ def _blockwise(
 def _blockwise_forward(
   block: int, query: Array, key: Array, value: Array, sample: Array
 ) -> tuple[Array, tuple[Array, ...]]:
-  """Online softmax over key blocks; keeps the log of each row's normaliser for the backward pass."""
+  """Online softmax over key blocks; keeps the log of each row's sum for the backward pass."""
   first = _first_blocks(sample, block)
 
   def row_block(row: Array) -> tuple[Array, Array]:

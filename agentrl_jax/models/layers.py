@@ -96,7 +96,8 @@ class Rotation:
 
 def rotation(position: Int[Array, "B T"], frequencies: Float[np.ndarray, "H/2"]) -> Rotation:
   angle = jnp.einsum("bt,h->bth", position.astype(jnp.float32), jnp.asarray(frequencies))
-  return Rotation(jnp.cos(angle), jnp.sin(angle))
+  # Without the barrier XLA computes them again inside the fusions of every layer.
+  return Rotation(*jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle))))
 
 
 def rotate(x: Float[Array, "B T N H"], by: Rotation) -> Float[Array, "B T N H"]:

@@ -157,7 +157,7 @@ def unembedding(config: Config, weights: LlamaWeights) -> Float[Array, "D V"]:
 def init_cache(
   config: Config, rows: int, length: int, dtype: Any
 ) -> tuple[tuple[Array, Array], ...]:
-  """For each layer keys [rows, K, H, length] and values [rows, K, length, H]: see `attend_cache`."""
+  """A pair for each layer, keys [rows, K, H, length] and values [rows, K, length, H]."""
   keys = rows, config.kv_heads, config.head_dim, length
   values = rows, config.kv_heads, length, config.head_dim
   return tuple((jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(config.layers))
@@ -228,13 +228,13 @@ _IGNORED = {
 }
 # Fields read below, beside the tables.
 _READ = {"head_dim", "rope_parameters", "rope_scaling", "rope_theta"}
-# Fields of which only these values are implemented.
+# Fields of which only this value is implemented.
 _FIXED = {
-  "attention_bias": (False,),
-  "hidden_act": ("silu",),
-  "mlp_bias": (False,),
-  "pretraining_tp": (1,),
-  "rope_interleaved": (False,),
+  "attention_bias": False,
+  "hidden_act": "silu",
+  "mlp_bias": False,
+  "pretraining_tp": 1,
+  "rope_interleaved": False,
 }
 _SIZES = {
   "vocab_size": "vocab_size",
@@ -261,10 +261,8 @@ def from_hf(fields: Mapping[str, Any]) -> Model:
     ValueError: a missing field, or one that is unknown or set to a value not implemented, by name.
   """
   for name, value in fields.items():
-    if name in _FIXED and value not in _FIXED[name]:
-      raise ValueError(
-        f"config field {name}={value!r} is not supported, expected {_FIXED[name][0]!r}"
-      )
+    if name in _FIXED and value != _FIXED[name]:
+      raise ValueError(f"config field {name}={value!r} is not supported, expected {_FIXED[name]!r}")
     if name not in {*_IGNORED, *_READ, *_FIXED, *_SIZES, *_OPTIONS}:
       raise ValueError(f"config field {name}={value!r} is not known to the Llama family")
   missing = [name for name in _SIZES if name not in fields]
@@ -277,16 +275,15 @@ def from_hf(fields: Mapping[str, Any]) -> Model:
   theta, scaling = _rope_from_hf(fields)
   head_dim = fields.get("head_dim") or sizes["embed"] // sizes["heads"]
   if sizes["heads"] % sizes["kv_heads"]:
+    heads, kv_heads = sizes["heads"], sizes["kv_heads"]
     raise ValueError(
-      f"num_attention_heads={sizes['heads']} is no multiple of num_key_value_heads={sizes['kv_heads']}"
+      f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
     )
   return bind(Config(head_dim=head_dim, rope_theta=theta, rope_scaling=scaling, **sizes))
 
 
 def _rope_from_hf(fields: Mapping[str, Any]) -> tuple[float, layers.RopeScaling | None]:
-  """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling`
-  (before).
-  """
+  """Both spellings: `rope_parameters`, and the older `rope_theta` with `rope_scaling`."""
   rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
   theta = rope.get("rope_theta", fields.get("rope_theta", 10000.0))
   kind = rope.get("rope_type", rope.get("type", "default"))
@@ -307,10 +304,9 @@ def _rope_from_hf(fields: Mapping[str, Any]) -> tuple[float, layers.RopeScaling 
 
 
 def to_hf(config: Config) -> dict[str, Any]:
-  """The `config.json` of this configuration, in the spelling that every transformers version reads."""
+  """The `config.json` of this configuration, spelt as every transformers version reads it."""
   fields = {name: getattr(config, ours) for name, ours in (_SIZES | _OPTIONS).items()}
-  fields |= {name: values[0] for name, values in _FIXED.items() if name.endswith(("bias", "act"))}
-  fields |= {
+  fields |= _FIXED | {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "head_dim": config.head_dim,
