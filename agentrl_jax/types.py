@@ -34,9 +34,7 @@ class TrajectoryBatch:
 
   tokens: Int[Array, "B T"]
   position: Int[Array, "B T"]  # within the sample, from 0; rope and causality read this
-  sample: Int[
-    Array, "B T"
-  ]  # one contiguous token stream in the batch: the unit that attends to itself
+  sample: Int[Array, "B T"]  # one contiguous stream that attends to itself; ordered in a trajectory
   traj: Int[Array, "B T"]  # in [0, R)
   turn: Int[Array, "B T"]  # in [0, U), unique in the batch; -1 outside the policy's turns
   action: Bool[Array, "B T"]  # sampled by the policy, so may carry loss
@@ -45,18 +43,20 @@ class TrajectoryBatch:
   turn_reward: Float[Array, "U"]  # outcome reward sits on the last turn
   turn_traj: Int[Array, "U"]  # turns of a trajectory in order
   traj_group: Int[Array, "R"]  # -1 on padding and on unscored (faulted) trajectories
-  traj_truncated: Bool[
-    Array, "R"
-  ]  # cut by a limit: bootstrap from its sentinel; terminated: do not
+  traj_truncated: Bool[Array, "R"]  # cut by a limit: bootstrap from its sentinel; terminated: not
 
 
 @flax.struct.dataclass
 class Aux:
-  """Frozen model outputs, made once a step without gradient."""
+  """Frozen model outputs, made once a step without gradient, and what a controller decided.
+
+  `value` is of the state before token t, at action tokens and sentinels.
+  """
 
   old_logp: Float[Array, "B T"]
   ref_logp: Float[Array, "B T"] | None = None
-  value: Float[Array, "B T"] | None = None  # of the state before token t
+  value: Float[Array, "B T"] | None = None
+  clip_high: Float[Array, ""] | None = None  # this step's upper clip, where a controller moves it
 
 
 @flax.struct.dataclass
@@ -66,14 +66,20 @@ class PolicyEval:
   logp: Float[Array, "B T"]
   entropy: Float[Array, "B T"]
   value: Float[Array, "B T"] | None = None
+  value_logits: Float[Array, "B T K"] | None = None  # of a categorical critic's K bins
+  value_logits: Float[Array, "B T K"] | None = None  # of a categorical critic's K bins
 
 
 @flax.struct.dataclass
 class Credit:
-  """Who gets what: constants for the loss, zero (advantage) off the action mask."""
+  """Who gets what: constants for the loss, zero off the action mask.
+
+  `value_weight` sums to one and says where a critic is trained; zero weights have no target.
+  """
 
   advantage: Float[Array, "B T"]
   value_target: Float[Array, "B T"] | None = None
+  value_weight: Float[Array, "B T"] | None = None
 
 
 @flax.struct.dataclass
@@ -94,12 +100,18 @@ SurrogateFn = Callable[
 PenaltyFn = Callable[[PolicyEval, LossBatch], Float[Array, "B T"]]
 WeightFn = Callable[[TrajectoryBatch, Aux, Credit], Float[Array, "B T"]]
 LossFn = Callable[[PolicyEval, LossBatch], tuple[Float[Array, ""], Metrics]]
+CheckFn = Callable[[TrajectoryBatch], None]  # on numpy arrays, raises ValueError
+CheckFn = Callable[[TrajectoryBatch], None]  # on numpy arrays, raises ValueError
 
 
 class Algorithm(NamedTuple):
-  """A learner's whole opinion: credit and weights once a batch, then a plain weighted sum."""
+  """A learner's whole opinion: credit and weights once a batch, then a plain weighted sum.
+
+  `needs` names fields of `Aux`; `checks` refuse batches that the algorithm has no meaning for.
+  """
 
   advantage: AdvantageFn
   weight: WeightFn
   loss: LossFn
-  needs: frozenset[str] = frozenset()  # subset of {"ref_logp", "value"}: what Aux must hold
+  needs: frozenset[str] = frozenset()  # subset of {"ref_logp", "value"}
+  checks: tuple[CheckFn, ...] = ()

@@ -1,5 +1,7 @@
 """Composes slots into a loss: a plain weighted sum over tokens, plus the metrics of its parts."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -37,6 +39,17 @@ def policy_loss(ratio: RatioFn, surrogate: SurrogateFn, *penalties: PenaltyFn) -
       "entropy": masked(policy.entropy, live),
       "kl_old": masked(k3(token_log_ratio), live),
     }
+
+  return loss
+
+
+def with_clip_high(build: Callable[[Float[Array, ""]], LossFn], *, start: float) -> LossFn:
+  """The loss that `build` makes of the step's upper clip, `start` until a controller sets it."""
+
+  def loss(policy: PolicyEval, batch: LossBatch) -> tuple[Float[Array, ""], Metrics]:
+    high = jnp.asarray(start, jnp.float32) if batch.aux.clip_high is None else batch.aux.clip_high
+    total, metrics = build(high)(policy, batch)
+    return total, {**metrics, "clip_high": masked(high, jnp.ones((), bool))}
 
   return loss
 

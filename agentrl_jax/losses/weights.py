@@ -1,61 +1,87 @@
-"""Weight slot: `(TrajectoryBatch, Aux, Credit) -> [B T]`, every denominator of the loss, on the
-whole batch.
+"""Weight slot: `(TrajectoryBatch, Aux, Credit) -> [B T]`, every denominator, on the whole batch.
 
-The loss is a plain weighted sum, so micro-batches, hosts and packings add exactly.
+The loss is a plain weighted sum, so micro-batches, hosts and packings add exactly. Denominators
+count scored units that have an action token; corrections for the engine are in `corrections`.
 """
+
+import dataclasses
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from agentrl_jax.losses.surrogates import bounded_exp
-from agentrl_jax.ops.scales import TRAJ, Partition, Scale, scored, spread, unit_count
+from agentrl_jax.ops.scales import (
+  TRAJ,
+  Scale,
+  is_first,
+  restrict,
+  scored,
+  spread,
+  unit_count,
+  unit_sum,
+)
 from agentrl_jax.types import Aux, Credit, TrajectoryBatch, WeightFn
 
 
 def mean_over(scale: Scale) -> WeightFn:
-  """Mean over units of the mean over each unit's tokens: 1 / (units x tokens of the unit); sums to
-  1.
+  """Mean over units of the mean over each unit's tokens: 1 / (units x its tokens); sums to 1."""
+
+  def weight(batch: TrajectoryBatch, aux: Aux, credit: Credit) -> Float[Array, "B T"]:
+    del aux, credit
+    units = restrict(scale(batch), scored(batch))
+    counts = unit_count(units)
+    present = (counts > 0).sum(dtype=jnp.float32)
+    return spread(1.0 / (jnp.maximum(present, 1.0) * jnp.maximum(counts, 1.0)), units)
+
+  return weight
+
+
+def nested_mean(outer: Scale, inner: Scale) -> WeightFn:
+  """Mean over outer units of the mean over their inner units of the token mean; sums to 1.
+
+  Trajectories of turns: known to reward having few turns.
   """
 
   def weight(batch: TrajectoryBatch, aux: Aux, credit: Credit) -> Float[Array, "B T"]:
     del aux, credit
-    counts, units = _scored_counts(batch, scale)
-    present = (counts > 0).sum(dtype=jnp.float32)
-    each = 1.0 / (jnp.maximum(present, 1.0) * jnp.maximum(counts, 1.0))
-    return spread(each, units)
+    keep = scored(batch)
+    large, small = restrict(outer(batch), keep), restrict(inner(batch), keep)
+    parts = unit_sum(is_first(batch, small).astype(jnp.float32), large)
+    present = jnp.maximum((parts > 0).sum(dtype=jnp.float32), 1.0)
+    each = spread(jnp.maximum(parts, 1.0), large) * spread(unit_count(small), small)
+    return jnp.where(keep, 1.0 / (present * jnp.where(keep, each, 1.0)), 0.0)
 
   return weight
 
 
 def fixed_length(length: float) -> WeightFn:
-  """1 / (trajectories x length): a constant divisor (Dr.GRPO, arXiv 2503.20783)."""
+  """1 / (trajectories x length): a constant divisor (Dr.GRPO, arXiv 2503.20783).
+
+  Length 1 is the mean over trajectories of token sums.
+  """
   if not length > 0:
     raise ValueError(f"length is {length}, expected > 0")
 
   def weight(batch: TrajectoryBatch, aux: Aux, credit: Credit) -> Float[Array, "B T"]:
     del aux, credit
-    counts, units = _scored_counts(batch, TRAJ)
-    present = jnp.maximum((counts > 0).sum(dtype=jnp.float32), 1.0)
+    units = restrict(TRAJ(batch), scored(batch))
+    present = jnp.maximum((unit_count(units) > 0).sum(dtype=jnp.float32), 1.0)
     return jnp.where(units.ids >= 0, 1.0 / (present * length), 0.0)
 
   return weight
 
 
-def truncated_is(base: WeightFn, cap: float = 2.0, low: float = 0.0) -> WeightFn:
-  """Multiplies `base` by clip(exp(old - behavior), low, cap): engine and trainer disagree a little.
+def sum_over(divisor: float) -> WeightFn:
+  """1 / divisor on every scored action token."""
+  if not divisor > 0:
+    raise ValueError(f"divisor is {divisor}, expected > 0")
+  return lambda batch, aux, credit: jnp.where(scored(batch), 1.0 / divisor, 0.0)
 
-  The correction is a constant of the loss and is not renormalised (truncated importance sampling).
-  """
+
+def drop_truncated(base: WeightFn) -> WeightFn:
+  """Truncated trajectories carry no loss and are in no denominator (overlong filtering of DAPO)."""
 
   def weight(batch: TrajectoryBatch, aux: Aux, credit: Credit) -> Float[Array, "B T"]:
-    keep = scored(batch)
-    log_rho = jnp.where(keep, aux.old_logp, 0.0) - jnp.where(keep, batch.behavior_logp, 0.0)
-    return base(batch, aux, credit) * jnp.clip(bounded_exp(log_rho), low, cap)
+    cut = spread(batch.traj_truncated, TRAJ(batch))
+    return base(dataclasses.replace(batch, action=batch.action & jnp.logical_not(cut)), aux, credit)
 
   return weight
-
-
-def _scored_counts(batch: TrajectoryBatch, scale: Scale) -> tuple[Float[Array, "N"], Partition]:
-  units = scale(batch)
-  units = units._replace(ids=jnp.where(scored(batch), units.ids, -1))
-  return unit_count(units), units

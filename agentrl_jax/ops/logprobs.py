@@ -49,8 +49,7 @@ def token_logprobs(
     chunk = CHUNK_ELEMENTS // (rows * unembedding.shape[1])
     chunk = max(MIN_COLUMNS, chunk - chunk % MIN_COLUMNS)
   chunk = min(chunk, length)
-  before = jnp.pad(sample[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-  wanted = mask & (sample >= 0) & (sample == before)
+  wanted = mask & has_previous(sample)
   # Wanted positions of a row take consecutive slots; the others fall off the end.
   slot = jnp.cumsum(wanted, axis=1, dtype=jnp.int32) - 1
   slots = length + -length % chunk
@@ -64,6 +63,17 @@ def token_logprobs(
   slot = jnp.maximum(slot, 0)
   logp, entropy = (jnp.where(wanted, jnp.take_along_axis(x, slot, axis=1), 0.0) for x in compact)
   return logp, entropy
+
+
+def has_previous(sample: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+  """Whether the position before belongs to the same stream."""
+  before = jnp.pad(sample[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+  return (sample >= 0) & (sample == before)
+
+
+def previous(x: Float[Array, "B T"], sample: Int[Array, "B T"]) -> Float[Array, "B T"]:
+  """x of the position before, 0 at a stream's first: what the state *before* token t says of it."""
+  return jnp.where(has_previous(sample), jnp.pad(x[:, :-1], ((0, 0), (1, 0))), 0.0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

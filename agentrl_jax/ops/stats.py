@@ -8,6 +8,11 @@ from agentrl_jax.types import Metric
 MAX_EXPONENT = 20.0  # a ratio beyond e^20 is clipped by every surrogate; the clamp keeps it finite
 
 
+def bounded_exp(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+  """exp with its exponent clamped to +-20, so that no ratio overflows."""
+  return jnp.exp(jnp.clip(log_ratio, -MAX_EXPONENT, MAX_EXPONENT))
+
+
 def masked(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Metric:
   """Mean of `x` where `mask`, as a pair that adds over micro-batches; x may be NaN elsewhere."""
   total = jnp.where(mask, x.astype(jnp.float32), 0.0).sum()
@@ -25,9 +30,7 @@ def mean(metric: Metric) -> Float[Array, ""]:
 
 
 def k1(delta: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-  """KL(policy || other) estimate from delta = logp - other: unbiased, high variance, as a loss
-  gradient 0.
-  """
+  """KL(policy || other) from delta = logp - other: unbiased, noisy; as a loss its gradient is 0."""
   return delta
 
 
@@ -47,9 +50,7 @@ def k3(delta: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 def effective_sample_share(
   weight: Float[Array, "*shape"], mask: Bool[Array, "*shape"]
 ) -> Float[Array, ""]:
-  """(mean w)^2 / mean(w^2) over `mask`: 1 when all weights are equal, 0 when nothing is masked
-  in.
-  """
+  """(mean w)^2 / mean(w^2) over `mask`: 1 if all weights are equal, 0 if the mask is empty."""
   w = jnp.where(mask, weight, 0.0)
   squares = jnp.square(w).sum() * jnp.maximum(mask.sum(dtype=jnp.float32), 1.0)
   return jnp.square(w.sum()) / jnp.where(squares > 0, squares, 1.0)

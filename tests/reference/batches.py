@@ -12,6 +12,7 @@ import numpy as np
 from agentrl_jax.types import Aux, PolicyEval, TrajectoryBatch
 
 VOCAB = 12
+BINS = 3  # of a categorical critic
 
 
 @dataclasses.dataclass
@@ -130,10 +131,10 @@ class Layout:
         out[row, start + i] = x
     return out
 
-  def actions(self, array: np.ndarray, index: int, one: Trajectory) -> list[float]:
+  def actions(self, array: np.ndarray, index: int, one: Trajectory) -> list:
     """The numbers of trajectory `index` at its action tokens in time order."""
     where = [(self.places[index, s], i) for s, i in one.places()]
-    return [float(array[row, start + i]) for (row, start), i in where]
+    return [array[row, start + i] for (row, start), i in where]
 
 
 def place(trajectories: list[Trajectory], *, rows: int, length: int, order=None, pad: int = 0):
@@ -204,7 +205,12 @@ def pack(trajectories, layout: Layout, *, order=None, gap: int = 1, poison=None)
     traj_truncated=np.zeros(size, bool),
   )
   aux = Aux(old_logp=number(*shape), ref_logp=number(*shape), value=number(*shape))
-  policy = PolicyEval(logp=number(*shape), entropy=number(*shape), value=number(*shape))
+  policy = PolicyEval(
+    logp=number(*shape),
+    entropy=number(*shape),
+    value=number(*shape),
+    value_logits=number(*shape, BINS),
+  )
   next_turn, next_sample = 0, 0
   for new, r in enumerate(order):
     one, new = trajectories[r], new * gap
@@ -235,6 +241,8 @@ def pack(trajectories, layout: Layout, *, order=None, gap: int = 1, poison=None)
         (aux.value, "old_value"),
       ]:  # fmt: skip
         array[here] = np.where(action, np.array(getattr(piece, name), np.float32), bad)
+      logits = np.array([piece.value, piece.logp, piece.entropy], np.float32).T
+      policy.value_logits[here] = np.where(action[:, None], logits, bad)
       if one.truncated and s == len(one.streams) - 1:
         aux.value[row, start + len(piece) - 1] = piece.old_value[-1]
   return Made(batch, aux, policy, layout)
