@@ -58,10 +58,10 @@ def sglang_server(_session_server: SGLangServer) -> SGLangServer:
 
 
 def transformers_logp(
-  python: Path, model: Path, samples: list[tuple[list[int], list[int]]], temperature: float
+  python: Path, model: Path, samples: list[tuple[list[int], list[int], float]]
 ) -> list[list[float]]:
-  """Log-probs of each sample's second list after its first, by transformers elsewhere."""
-  job = {"model": str(model), "temperature": temperature, "samples": samples}
+  """Log-probs of the sampled ids of each (prompt, sampled, temperature), by transformers."""
+  job = {"model": str(model), "samples": samples}
   done = subprocess.run(
     [str(python), str(REFERENCE / "transformers_logp.py")],
     input=json.dumps(job),

@@ -1,6 +1,6 @@
 """Log-probs of given tokens by transformers in float32; run as a script by a Python that has it.
 
-Reads JSON from stdin, {model, temperature, samples: [[prompt ids, sampled ids], ...]}; prints JSON,
+Reads JSON from stdin, {model, samples: [[prompt ids, sampled ids, temperature], ...]}; prints JSON,
 one list of log-probs a sample.
 """
 
@@ -15,12 +15,12 @@ def main() -> None:
   job = json.load(sys.stdin)
   model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
   result = []
-  for prompt, sampled in job["samples"]:
+  for prompt, sampled, temperature in job["samples"]:
     with torch.no_grad():
       logits = model(torch.tensor([prompt + sampled])).logits[0]
     row = []
     for k, token in enumerate(sampled):
-      scaled = logits[len(prompt) + k - 1] / job["temperature"]
+      scaled = logits[len(prompt) + k - 1] / temperature
       row.append((scaled[token] - torch.logsumexp(scaled, 0)).item())
     result.append(row)
   print(json.dumps(result))
