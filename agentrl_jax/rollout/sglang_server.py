@@ -246,6 +246,7 @@ def server_arguments(options: ServerOptions, port: int, *, cuda: bool) -> Sequen
   arguments += [
     "--port",
     str(port),
+    "--sleep-on-idle",  # else the scheduler polls, and takes a core from the learner's step
     "--dtype",
     options.dtype,
     "--tp-size",
