@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import os
 import signal
 import sys
 import traceback
@@ -10,7 +11,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app
+from absl import app, flags
+
+# Libraries speak only of what went wrong; what the run does is said by its own lines.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+flags.FLAGS.set_default("verbosity", -2)
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
