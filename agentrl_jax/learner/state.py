@@ -36,18 +36,18 @@ def abstract_state(model: Model, optimizer: optax.GradientTransformation, mesh: 
     is_leaf=is_spec,
   )
   everywhere = replicated(mesh)
+  by_path = dict(jax.tree_util.tree_leaves_with_path(weights))
 
-  def place(leaf: Array, like: Array | None = None) -> jax.ShapeDtypeStruct:
-    sharding = everywhere if like is None else like.sharding
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+  def place(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Moments are trees like the weights, so a weight's path ends the paths of all that is its."""
+    tails = (by_path.get(path[start:]) for start in range(len(path)))
+    like = next((weight for weight in tails if weight is not None), None)
+    if like is None or like.shape != leaf.shape:
+      return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding)
 
   shapes = jax.eval_shape(lambda weights: _fresh(optimizer, weights), weights)
-  opt_state = optax.tree.map_params(
-    optimizer, place, shapes.opt_state, weights, transform_non_params=place
-  )
-  return shapes.replace(
-    step=place(shapes.step), skipped=place(shapes.skipped), weights=weights, opt_state=opt_state
-  )
+  return jax.tree_util.tree_map_with_path(place, shapes)
 
 
 def state_shardings(abstract: TrainState) -> TrainState:
