@@ -64,7 +64,9 @@ def stream(rng: np.random.Generator, pieces: list[tuple[int, int]]) -> Stream:
   )
   columns |= dict(value=rng.normal(0, 1, n), old_value=rng.normal(0, 1, n))
   f32 = {name: x.astype(np.float32).tolist() for name, x in columns.items()}
-  return Stream(tokens=rng.integers(1, VOCAB, n).tolist(), turn=turn, **f32)
+  # Few distinct observations, so that some turns answer the same one.
+  tokens = [int(rng.integers(1, VOCAB if k >= 0 else 3)) for k in turn]
+  return Stream(tokens=tokens, turn=turn, **f32)
 
 
 def trajectory(
@@ -92,6 +94,28 @@ def trajectory(
     if rewards:
       rewards[-1] = float(rng.choice([0.0, 0.5, 1.0]))
   return Trajectory(group, truncated, rewards, streams)
+
+
+def by_hand(
+  turn: list[int], rewards: list[float], *, group: int = 0, truncated: bool = False, **columns
+) -> Trajectory:
+  """One stream with the given per-token columns; log-probs are -1 and values 0 where not given."""
+  n = len(turn)
+  filled = {name: [-1.0] * n for name in ("behavior", "old", "ref", "logp")}
+  filled |= {name: [0.0] * n for name in ("entropy", "value", "old_value")}
+  piece = Stream(tokens=[1] * n, turn=turn, **{**filled, **columns})
+  if any(len(getattr(piece, f.name)) != n for f in dataclasses.fields(Stream)):
+    raise ValueError(f"columns differ in length from {n} tokens")
+  return Trajectory(group, truncated, rewards, [piece])
+
+
+def lay_out(trajectories: list[Trajectory]) -> "Made":
+  """One row per stream, no more room than needed."""
+  streams = [piece for one in trajectories for piece in one.streams]
+  return pack(
+    trajectories,
+    one_a_row(trajectories, rows=len(streams), length=max(len(piece) for piece in streams)),
+  )
 
 
 def ragged(seed: int, groups: int = 4) -> list[Trajectory]:
