@@ -82,7 +82,7 @@ def load_weights(
       placement,
       lambda index, s=spec, r=rule: _read_box(files, s, r, index, np.dtype(dtype)),
     )
-    for (spec, rule), placement in zip(_pairs(model), placements, strict=True)
+    for (spec, rule), placement in zip(pairs(model), placements, strict=True)
   ]
   return tree.unflatten(arrays)
 
@@ -123,7 +123,7 @@ def names(rule: Rule, spec: ParamSpec) -> tuple[str, ...]:
   return tuple(rule.name.format(layer=layer) for layer in range(spec.shape[0]))
 
 
-def _pairs(model: Model) -> list[tuple[ParamSpec, Rule]]:
+def pairs(model: Model) -> list[tuple[ParamSpec, Rule]]:
   """Each weight with the rule that fills it, in tree order."""
   rules = {rule.path: rule for rule in model.rules}
   leaves, _ = jax.tree_util.tree_flatten_with_path(model.abstract(), is_leaf=is_spec)
@@ -140,7 +140,7 @@ def _check(model: Model, files: TensorFiles) -> None:
   read.
   """
   expected = {
-    name: _hf_shape(spec, rule) for spec, rule in _pairs(model) for name in names(rule, spec)
+    name: _hf_shape(spec, rule) for spec, rule in pairs(model) for name in names(rule, spec)
   }
   found = {name for name in files.names() if not name.endswith(_DERIVED)}
   if getattr(model.config, "tied", False):
@@ -173,7 +173,7 @@ def _read_box(
 
 def _entries(model: Model, weights: Weights, dtype: np.dtype) -> Iterator[TensorEntry]:
   """Every Hugging Face tensor of the weights, each fetched to the host when its turn comes."""
-  for (spec, rule), array in zip(_pairs(model), jax.tree.leaves(weights), strict=True):
+  for (spec, rule), array in zip(pairs(model), jax.tree.leaves(weights), strict=True):
     for layer, name in enumerate(names(rule, spec)):
 
       def read(array: jax.Array = array, rule: Rule = rule, layer: int = layer) -> np.ndarray:

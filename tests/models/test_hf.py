@@ -1,0 +1,214 @@
+"""Hugging Face directories: bitwise round trips, sharded reading, atomic writing, refusals by name."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from agentrl_jax.models import checkpoint_files, hf, layers, llama
+from agentrl_jax.models.checkpoint_files import TensorEntry, TensorFiles, write_tensors
+from agentrl_jax.models.model import initialize
+from agentrl_jax.models.sharding import make_mesh, shardings
+
+CONFIG = llama.Config(
+  vocab_size=24, embed=8, ffw=12, layers=2, heads=2, kv_heads=1, head_dim=4, max_position=32
+)
+MODEL = llama.bind(CONFIG)
+
+
+@pytest.fixture
+def saved(tmp_path):
+  weights = initialize(MODEL, jax.random.key(0))
+  hf.save_weights(MODEL, weights, tmp_path / "model")
+  return weights, tmp_path / "model"
+
+
+def edit_config(directory, **changes):
+  path = directory / "config.json"
+  fields = json.loads(path.read_text()) | changes
+  fields = {name: value for name, value in fields.items() if value != "REMOVED"}
+  path.write_text(json.dumps(fields))
+
+
+def rewrite(directory, change):
+  """The checkpoint with its dict of tensors changed."""
+  files = TensorFiles(directory)
+  arrays = change({name: files.read(name) for name in sorted(files.names())})
+  entries = [TensorEntry(k, v.shape, v.dtype, lambda v=v: v) for k, v in arrays.items()]
+  write_tensors(directory, entries)
+
+
+def assert_same(ours, theirs):
+  jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["tied", "untied_linear"])
+def test_transformers_checkpoints_return_bitwise(reference, tmp_path, name):
+  """HF -> ours -> HF; the untied one is bfloat16 in several files with an index."""
+  source = reference / name
+  files = TensorFiles(source)
+  stored = {files.dtype(tensor) for tensor in files.names()}
+  assert stored == {np.dtype(ml_dtypes.bfloat16 if name == "untied_linear" else np.float32)}
+  assert (source / checkpoint_files.INDEX_NAME).is_file() == (name == "untied_linear")
+  model = hf.load_model(source)
+  weights = hf.load_weights(model, source)
+  hf.save_weights(model, weights, tmp_path / "back", dtype=stored.pop(), copy_from=source)
+  back = TensorFiles(tmp_path / "back")
+  assert back.names() == files.names()
+  for tensor in files.names():
+    np.testing.assert_array_equal(
+      back.read(tensor).view(np.uint8), files.read(tensor).view(np.uint8)
+    )
+  assert hf.load_model(tmp_path / "back") == model
+
+
+def test_round_trip_and_configuration(saved):
+  weights, directory = saved
+  model = hf.load_model(directory)
+  assert model == MODEL and hash(model) == hash(MODEL)
+  assert_same(hf.load_weights(model, directory), weights)
+
+
+@pytest.mark.parametrize(
+  "scaling", [None, layers.Linear(4.0), layers.Llama3(8.0, 1.0, 4.0, 16)], ids=str
+)
+def test_configuration_survives_config_json(scaling):
+  config = llama.Config(
+    **{**vars(CONFIG), "rope_scaling": scaling, "rope_theta": 123.0, "eos_token_id": (2, 5)}
+  )
+  fields = json.loads(json.dumps(llama.to_hf(config)))
+  assert llama.from_hf(fields).config == config
+
+
+def test_weights_are_made_under_their_shardings(saved):
+  weights, directory = saved
+  mesh = make_mesh(fsdp=2, tensor=2)
+  placed = shardings(MODEL, mesh)
+  loaded = hf.load_weights(MODEL, directory, shardings=placed)
+  assert_same(loaded, weights)
+  jax.tree.map(
+    lambda x, s: (x.sharding == s) or pytest.fail(f"{x.sharding} != {s}"), loaded, placed
+  )
+  up = loaded.layers.mlp.up
+  assert up.addressable_shards[0].data.shape == (2, 4, 6)
+
+
+def test_saving_a_sharded_model_writes_the_same_bytes(saved, tmp_path):
+  weights, directory = saved
+  placed = jax.device_put(weights, shardings(MODEL, make_mesh(fsdp=2, tensor=2)))
+  hf.save_weights(MODEL, placed, tmp_path / "sharded")
+  one, other = (d / checkpoint_files.SINGLE_NAME for d in (directory, tmp_path / "sharded"))
+  assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_files_of_every_dtype_split_and_read_in_boxes(tmp_path, dtype):
+  arrays = {f"t{i}": np.arange(12 * i, 12 * i + 12).reshape(3, 4).astype(dtype) for i in range(5)}
+  entries = [TensorEntry(k, v.shape, v.dtype, lambda v=v: v) for k, v in arrays.items()]
+  write_tensors(tmp_path, entries, max_file_bytes=2 * arrays["t0"].nbytes)
+  names = sorted(path.name for path in tmp_path.iterdir())
+  assert names == [
+    "model-00001-of-00003.safetensors",
+    "model-00002-of-00003.safetensors",
+    "model-00003-of-00003.safetensors",
+    "model.safetensors.index.json",
+  ]
+  files = TensorFiles(tmp_path)
+  assert files.names() == set(arrays)
+  for name, array in arrays.items():
+    np.testing.assert_array_equal(files.read(name), array)
+    box = (slice(1, 3), slice(0, 2))
+    np.testing.assert_array_equal(files.read(name, box), array[box])
+
+
+def test_copied_settings_keep_the_tokenizer_and_say_the_dtype(saved, tmp_path):
+  weights, directory = saved
+  (directory / "tokenizer.json").write_text("{}")
+  edit_config(directory, dtype="float64", transformers_version="5")
+  hf.save_weights(MODEL, weights, tmp_path / "copy", dtype=jnp.bfloat16, copy_from=directory)
+  assert (tmp_path / "copy" / "tokenizer.json").read_text() == "{}"
+  fields = json.loads((tmp_path / "copy" / "config.json").read_text())
+  assert fields["torch_dtype"] == "bfloat16" and "dtype" not in fields
+  assert fields["transformers_version"] == "5"
+
+
+def test_a_failed_write_leaves_the_old_directory(saved, tmp_path):
+  weights, directory = saved
+  before = {path.name: path.read_bytes() for path in directory.iterdir()}
+  with pytest.raises(FileNotFoundError, match="nowhere"):
+    hf.save_weights(MODEL, weights, directory, copy_from=tmp_path / "nowhere")
+  assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+  assert [path.name for path in tmp_path.iterdir()] == ["model"]
+  hf.save_weights(MODEL, jax.tree.map(lambda w: w + 1, weights), directory)
+  assert_same(hf.load_weights(MODEL, directory), jax.tree.map(lambda w: w + 1, weights))
+  assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"architectures": ["GPT2LMHeadModel"]}, r"architectures \['GPT2LMHeadModel'\] are not supp"),
+    ({"architectures": "REMOVED"}, r"architectures \[\] are not supported"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, expected 'silu'"),
+    ({"attention_bias": True}, "attention_bias=True is not supported"),
+    ({"sliding_window": 128}, "sliding_window=128 is not known"),
+    ({"quantization_config": {}}, "quantization_config={} is not known"),
+    ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' is not supported"),
+    ({"hidden_size": "REMOVED"}, r"\['hidden_size'\] are missing"),
+    ({"num_key_value_heads": 3}, "num_attention_heads=2 is no multiple of num_key_value_heads=3"),
+  ],
+)
+def test_configurations_refused_by_name(saved, changes, message):
+  _, directory = saved
+  edit_config(directory, **changes)
+  with pytest.raises(ValueError, match=message) as raised:
+    hf.load_model(directory)
+  assert "config.json" in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (lambda t: {k: v for k, v in t.items() if k != "lm_head.weight"}, "1 missing .*lm_head.weight"),
+    (lambda t: t | {"surprise": t["lm_head.weight"]}, "1 unknown tensors: surprise"),
+    (
+      lambda t: t | {"model.norm.weight": np.zeros((9,), np.float32)},
+      r"model.norm.weight has shape \(9,\), expected \(8,\)",
+    ),
+  ],
+)
+def test_tensors_refused_by_name(saved, change, message):
+  _, directory = saved
+  rewrite(directory, change)
+  with pytest.raises(ValueError, match=message):
+    hf.load_weights(MODEL, directory)
+
+
+def test_old_buffers_and_copies_of_a_tied_head_are_passed_over(tmp_path):
+  model = llama.bind(llama.Config(**{**vars(CONFIG), "tied": True}))
+  weights = initialize(model, jax.random.key(1))
+  hf.save_weights(model, weights, tmp_path / "tied")
+  rotary = "model.layers.0.self_attn.rotary_emb.inv_freq"
+  rewrite(
+    tmp_path / "tied",
+    lambda t: t | {rotary: np.ones(2, np.float32), "lm_head.weight": t["model.norm.weight"]},
+  )
+  assert_same(hf.load_weights(model, tmp_path / "tied"), weights)
+
+
+def test_missing_directories_and_files_are_named(saved, tmp_path):
+  _, directory = saved
+  with pytest.raises(FileNotFoundError, match="absent: expected a Hugging Face model directory"):
+    hf.load_model(tmp_path / "absent")
+  shutil.rmtree(tmp_path / "other", ignore_errors=True)
+  (tmp_path / "other").mkdir()
+  with pytest.raises(FileNotFoundError, match="found neither"):
+    hf.load_weights(MODEL, tmp_path / "other")
+  index = {"weight_map": {"x": "model-00001-of-00001.safetensors"}}
+  (tmp_path / "other" / checkpoint_files.INDEX_NAME).write_text(json.dumps(index))
+  with pytest.raises(FileNotFoundError, match="model-00001-of-00001.safetensors: named by"):
+    hf.load_weights(MODEL, tmp_path / "other")
