@@ -238,8 +238,9 @@ class EmbeddedEngine:
     source, length = np.array(call.sources), np.array(call.lengths)
     moved = np.flatnonzero((source != target) & (length > 0))
     if moved.size:
-      rows, _ = self._rows(target[moved])
-      origin = np.concatenate([source[moved], rows[moved.size :]]).astype(np.int32)
+      rows, whole = self._rows(target[moved])
+      origin = rows.copy()  # padding rows are copied onto themselves
+      origin[target[moved] if whole else slice(moved.size)] = source[moved]
       extent = schedule.fit(self._buckets.length, int(length[moved].max()))
       self._cache = self._programs.copy(self._cache, origin, rows, length=extent)
     self._residency.copy(source, target, length)

@@ -65,7 +65,7 @@ def default_buckets(slots: int, context: int) -> Buckets:
   double, lengths are quarters of the context in multiples of 64.
   """
   rows = sorted({max(1, slots // 4**i) for i in range(slots.bit_length())})
-  chunk = [size for size in (16, 32, 64, 128) if size < context] + [min(256, context)]
+  chunk = [size for size in (8, 16, 32, 64, 128) if size < context] + [min(256, context)]
   quarters = [-(-context * i // 256) * 64 for i in (1, 2, 3)]
   length = [size for size in sorted(set(quarters)) if size < context] + [context]
   return Buckets(tuple(rows), tuple(chunk), tuple(length))

@@ -7,7 +7,7 @@ import pytest
 
 from agentrl_jax.sampler.sampling import request_key, sample, uniforms
 
-VOCABS = [1, 2, 50, 97, 4096, 5000]
+VOCABS = [1, 50, 97, 5000]
 
 
 def _logits(rows, vocab, seed=0):
@@ -21,12 +21,11 @@ def _log_softmax(x):
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-def test_logp_is_that_of_the_sampled_id_at_the_temperature(vocab, temperature):
-  logits = _logits(6, vocab)
+def test_logp_is_that_of_the_sampled_id_at_the_rows_temperature(vocab):
+  logits, temperature = _logits(6, vocab), np.array([0.7, 1.0, 1.3] * 2, np.float32)
   uniform = np.random.default_rng(1).random((6, 2)).astype(np.float32)
-  ids, logp = jax.jit(sample)(logits, np.full(6, temperature, np.float32), uniform)
-  expected = _log_softmax(logits / np.float32(temperature))[np.arange(6), np.asarray(ids)]
+  ids, logp = jax.jit(sample)(logits, temperature, uniform)
+  expected = _log_softmax(logits / temperature[:, None])[np.arange(6), np.asarray(ids)]
   np.testing.assert_allclose(logp, expected, atol=2e-6, rtol=1e-6)
 
 
@@ -34,12 +33,12 @@ def test_logp_is_that_of_the_sampled_id_at_the_temperature(vocab, temperature):
 def test_temperature_zero_takes_the_first_largest_logit(vocab):
   logits = np.round(_logits(8, vocab))  # rounding makes ties
   uniform = np.random.default_rng(2).random((8, 2)).astype(np.float32)
-  ids, logp = sample(jnp.asarray(logits), jnp.zeros(8), jnp.asarray(uniform))
+  ids, logp = jax.jit(sample)(logits, np.zeros(8, np.float32), uniform)
   np.testing.assert_array_equal(ids, logits.argmax(axis=1))
   np.testing.assert_allclose(logp, _log_softmax(logits).max(axis=1), atol=2e-6)
 
 
-@pytest.mark.parametrize("vocab", [7, 50, 300])
+@pytest.mark.parametrize("vocab", [7, 300])
 def test_frequencies_follow_the_distribution(vocab):
   """Pearson's statistic has mean vocab - 1 and variance 2 (vocab - 1): five deviations."""
   draws = 40_000
