@@ -159,7 +159,7 @@ def test_random_rewards_have_zero_mean_gradient():
 
 
 def test_the_length_of_observations_changes_nothing():
-  """Inserting observation tokens between turns, or splitting a stream, leaves every credit alone."""
+  """Inserting observation tokens between turns leaves every credit alone."""
   member = jax.jit(group_relative_turns(0.9))
   short = [batches.by_hand([-1, 0, 0, -1, 1], [0.1, r], group=0) for r in (0.0, 1.0, 0.5)]
   long = [
