@@ -8,7 +8,7 @@ import pathlib
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_jax.analysis import finishing
@@ -62,6 +62,7 @@ def tables(lists) -> Samples:
   return make({f"p{i}": samples for i, samples in enumerate(lists)})
 
 
+@settings(deadline=None)
 @given(worlds)
 def test_parts_equal_the_looping_reference_and_sum_to_the_change(world):
   base, rl, extended = world
@@ -74,6 +75,7 @@ def test_parts_equal_the_looping_reference_and_sum_to_the_change(world):
     np.testing.assert_allclose(sum(one_sided), split.change, atol=1e-12)
 
 
+@settings(deadline=None)
 @given(worlds)
 def test_one_sided_orders_bracket_the_symmetric_split(world):
   base, rl, _ = world
@@ -85,6 +87,7 @@ def test_one_sided_orders_bracket_the_symmetric_split(world):
     assert np.all(middle <= np.maximum(one, two) + 1e-12)
 
 
+@settings(deadline=None)
 @given(worlds)
 def test_swapping_the_models_flips_every_sign(world):
   """With both models' samples in the extended table, "solved" is the same either way round."""
@@ -194,6 +197,13 @@ def test_posterior_null_equals_the_mass_missed_under_its_prior():
   )
   error = math.hypot(split.parts.reach.std(), split.null_posterior.std()) / math.sqrt(problems)
   assert abs(split.parts.reach.mean() - split.null_posterior.mean()) < 3 * error
+
+
+def test_posterior_null_on_hand_values():
+  base = tables([repeat(3, 3, 0), repeat(3, 0, 0), repeat(3, 3, 1)])
+  assert finishing.decompose(base, base).null_posterior.tolist() == [0.5 / 4, 0, 0]
+  extended = tables([repeat(4, 4, 0)] * 3)
+  assert finishing.decompose(base, base, extended).null_posterior.tolist() == [0.5 / 8, 0, 0]
 
 
 def test_planted_reach_of_five_points_is_recovered():

@@ -91,7 +91,7 @@ def view(*arguments: str) -> subprocess.CompletedProcess[str]:
     cwd=ROOT,
     capture_output=True,
     text=True,
-    timeout=60,
+    timeout=120,
     stdin=subprocess.DEVNULL,
   )
 
@@ -241,5 +241,5 @@ def test_on_a_terminal_it_colours_and_ends(workdir):
       break
     received += chunk
   os.close(main)
-  assert process.wait(timeout=30) == 0
+  assert process.wait(timeout=120) == 0
   assert b"\x1b[" in received and b"tokens: plain" in received
