@@ -75,7 +75,7 @@ def test_stored_tasks_read_back_in_order_and_are_written_once(tmp_path):
 
 
 def _store(directory, barrier):
-  barrier.wait(60)
+  barrier.wait(200)
   assert list(store_tasks(TASKS, directory, "race")) == TASKS
 
 
@@ -86,7 +86,7 @@ def test_concurrent_starts_agree(tmp_path):
   for process in starts:
     process.start()
   for process in starts:
-    process.join(200)
+    process.join(250)
   assert [process.exitcode for process in starts] == [0, 0]
   assert len(list(tmp_path.iterdir())) == 1  # no scratch folder is left
 
