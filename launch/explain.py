@@ -5,6 +5,7 @@ credit it gives on a small made-up group: one row an algorithm, one column a tok
 or names of functions of `agentrl_jax.losses.recipes` stand beside or instead of a configuration.
 """
 
+import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
 
@@ -102,42 +103,48 @@ def small_batch() -> tuple[TrajectoryBatch, Aux, PolicyEval]:
   # Rises with every turn of the first episode, falls in the second: near-constant inside turns.
   trend = np.array([[0.3], [-0.25], [0.1]]) * np.maximum(turn - turn.max(1, keepdims=True) + 2, 0)
   value = (0.45 + trend + rng.normal(0, 0.03, shape)).astype(np.float32)
-  batch = TrajectoryBatch(
-    tokens=rng.integers(0, 2, shape).astype(np.int32),
-    position=np.broadcast_to(np.arange(length, dtype=np.int32), shape),
-    sample=traj,
-    traj=traj,
-    turn=turn,
-    action=action,
-    behavior_logp=near(0.1),
-    behavior_version=np.where(action, 0, -1).astype(np.int32),
-    turn_reward=rewards,
-    turn_traj=owner,
-    traj_group=np.zeros(len(EPISODES), np.int32),
-    traj_truncated=np.array([cut for *_, cut in EPISODES]),
-  )
-  aux = Aux(old_logp=near(0.1), ref_logp=near(0.3), value=value)
-  return batch, aux, PolicyEval(logp, np.full(shape, 0.7, np.float32), value)
+  fields = {
+    "tokens": rng.integers(0, 2, shape).astype(np.int32),
+    "position": np.broadcast_to(np.arange(length, dtype=np.int32), shape),
+    "sample": traj,
+    "traj": traj,
+    "turn": turn,
+    "action": action,
+    "behavior_logp": near(0.1),
+    "behavior_version": np.where(action, 0, -1).astype(np.int32),
+    "turn_reward": rewards,
+    "turn_traj": owner,
+    "traj_group": np.zeros(len(EPISODES), np.int32),
+    "traj_truncated": np.array([cut for *_, cut in EPISODES]),
+  }
+  batch = TrajectoryBatch(**{name: jnp.asarray(x) for name, x in fields.items()})
+  aux = Aux(*map(jnp.asarray, (near(0.1), near(0.3), value)))
+  return batch, aux, PolicyEval(jnp.asarray(logp), jnp.full(shape, 0.7), jnp.asarray(value))
 
 
 def credit(algorithm: Algorithm) -> tuple[np.ndarray, np.ndarray]:
   """(advantage, push): push is -dL/dlogp, what a step does to each token of the small batch."""
-  batch, aux, policy = jax.tree.map(jnp.asarray, small_batch())
+  batch, aux, policy = small_batch()
   prepared = make_prepare(algorithm)(batch, aux)
-  push = jax.grad(lambda logp: -algorithm.loss(policy.replace(logp=logp), prepared)[0])(policy.logp)
+
+  def gain(logp):
+    return -algorithm.loss(dataclasses.replace(policy, logp=logp), prepared)[0]
+
+  push = jax.jit(jax.grad(gain))(policy.logp)
   return np.asarray(prepared.credit.advantage), np.asarray(push)
 
 
 def picture(chosen: Mapping[str, Algorithm]) -> Figure:
   """Two heat maps side by side, a row an algorithm and a column a token of the three episodes."""
   batch, _, _ = small_batch()
-  shown = [np.flatnonzero(row >= 0) for row in batch.traj]
+  action = np.asarray(batch.action)
+  shown = [np.flatnonzero(row >= 0) for row in np.asarray(batch.traj)]
   figure = Figure(figsize=(13, 1.2 + 0.24 * len(chosen)), layout="constrained")
   for axes, index, title in zip(figure.subplots(1, 2, sharey=True), (0, 1),
                                 ("advantage", "push = -dL/dlogp"), strict=True):  # fmt: skip
     rows = []
     for algorithm in chosen.values():
-      numbers = np.where(batch.action, credit(algorithm)[index], np.nan)
+      numbers = np.where(action, credit(algorithm)[index], np.nan)
       row = np.concatenate([np.append(numbers[r, at], np.nan) for r, at in enumerate(shown)])
       rows.append(row / max(np.nanmax(np.abs(row)), 1e-12))
     axes.imshow(rows, cmap="RdBu", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")

@@ -7,24 +7,29 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from agentrl_jax.learner.critic import Critic, values
 from agentrl_jax.learner.rows import split, take
 from agentrl_jax.models.model import Model, Weights
 from agentrl_jax.models.sharding import batch_sharding
 from agentrl_jax.ops.logprobs import token_logprobs
 from agentrl_jax.types import PolicyEval, TrajectoryBatch
 
-EvaluateFn = Callable[[Weights, TrajectoryBatch], PolicyEval]
+EvaluateFn = Callable[..., PolicyEval]  # (weights, TrajectoryBatch, critic=None)
 
 
 def policy_eval(
   model: Model,
   weights: Weights,
   traj: TrajectoryBatch,
+  critic: Critic | None = None,
   *,
   temperature: float,
   dtype: DTypeLike,
 ) -> PolicyEval:
-  """Log-prob and entropy (nats, at `temperature`) of every action token; zero elsewhere."""
+  """Log-prob and entropy (nats, at `temperature`) of every action token; zero elsewhere.
+
+  With a critic also the value of the state before every token of a trajectory.
+  """
   hidden = model.forward(weights, traj.tokens, traj.sample, traj.position, dtype=dtype)
   logp, entropy = token_logprobs(
     hidden,
@@ -34,7 +39,8 @@ def policy_eval(
     traj.action,
     temperature=temperature,
   )
-  return PolicyEval(logp=logp, entropy=entropy)
+  value = None if critic is None else values(model, critic, hidden, traj, dtype)
+  return PolicyEval(logp=logp, entropy=entropy, value=value)
 
 
 def cast(weights: Weights, dtype: DTypeLike) -> Weights:
@@ -55,16 +61,18 @@ def make_evaluate(
     dtype: what the model computes in; log-probs are float32.
 
   Returns:
-    evaluate(weights, batch) -> PolicyEval [B T]. Blocks of rows without an action token are not
-    computed.
+    evaluate(weights, batch, critic=None) -> PolicyEval [B T]. Blocks of rows without an action
+    token are not computed.
   """
 
-  def evaluate(weights: Weights, batch: TrajectoryBatch) -> PolicyEval:
+  def evaluate(
+    weights: Weights, batch: TrajectoryBatch, critic: Critic | None = None
+  ) -> PolicyEval:
     compute = cast(weights, dtype)
     blocks, count = split(batch, rows, mesh)
 
     def asked(block: TrajectoryBatch) -> PolicyEval:
-      return policy_eval(model, compute, block, temperature=temperature, dtype=dtype)
+      return policy_eval(model, compute, block, critic, temperature=temperature, dtype=dtype)
 
     def silent(block: TrajectoryBatch) -> PolicyEval:
       shapes = jax.eval_shape(asked, block)

@@ -1,17 +1,19 @@
 """What training changes, born under its sharding: shapes first, then shardings, then memory."""
 
 from pathlib import Path
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int
 
+from agentrl_jax.learner.critic import Critic, MakeCritic
 from agentrl_jax.models.hf import load_weights
-from agentrl_jax.models.model import Model, Weights, initialize, is_spec
-from agentrl_jax.models.sharding import replicated, shardings
+from agentrl_jax.models.model import Model, ParamSpec, Weights, initialize, is_spec
+from agentrl_jax.models.sharding import partition, replicated
 
 
 @flax.struct.dataclass
@@ -22,21 +24,34 @@ class TrainState:
   skipped: Int[Array, ""]  # of them, those dropped because a gradient was not finite
   weights: Weights
   opt_state: optax.OptState
+  critic: Critic | None = None  # trained by the same optimizer, where a loss needs values
 
 
-def abstract_state(model: Model, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def learned(weights: Weights, critic: Critic | None) -> Any:
+  """What the optimizer sees: the policy's weights, and the critic's beside them if there is one."""
+  return weights if critic is None else (weights, critic)
+
+
+def abstract_state(
+  model: Model,
+  optimizer: optax.GradientTransformation,
+  mesh: Mesh,
+  *,
+  critic: MakeCritic | None = None,
+) -> TrainState:
   """The state as `ShapeDtypeStruct`s that carry their shardings; allocates nothing.
 
   What the optimizer keeps for each weight is sharded like the weight; the rest is replicated.
   """
-  weights = jax.tree.map(
-    lambda spec, sharding: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding),
-    model.abstract(),
-    shardings(model, mesh),
-    is_leaf=is_spec,
-  )
+
+  def born(spec: ParamSpec) -> jax.ShapeDtypeStruct:
+    sharding = NamedSharding(mesh, partition(spec, mesh, units=model.units))
+    return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
+
+  specs = model.abstract(), None if critic is None else critic(model)
+  weights, values = jax.tree.map(born, specs, is_leaf=is_spec)
   everywhere = replicated(mesh)
-  by_path = dict(jax.tree_util.tree_leaves_with_path(weights))
+  by_path = dict(jax.tree_util.tree_leaves_with_path(learned(weights, values)))
 
   def place(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Moments are trees like the weights, so a weight's path ends the paths of all that is its."""
@@ -46,7 +61,7 @@ def abstract_state(model: Model, optimizer: optax.GradientTransformation, mesh: 
       return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding)
 
-  shapes = jax.eval_shape(lambda weights: _fresh(optimizer, weights), weights)
+  shapes = jax.eval_shape(lambda *both: _fresh(optimizer, *both), weights, values)
   return jax.tree_util.tree_map_with_path(place, shapes)
 
 
@@ -62,26 +77,42 @@ def make_state(
   *,
   directory: str | Path | None = None,
   seed: int = 0,
+  critic: MakeCritic | None = None,
 ) -> TrainState:
   """A new state: weights from a Hugging Face `directory`, or drawn from `seed` if None.
 
-  Drawn weights depend on the seed and on their own path in the tree only, not on the mesh.
+  Drawn weights depend on the seed and on their own path in the tree only, not on the mesh. A critic
+  starts from the same weights as the policy, with values of 0.
   """
-  placed = state_shardings(abstract_state(model, optimizer, mesh))
-  if directory is None:
-    draw = jax.jit(lambda key: initialize(model, key), out_shardings=placed.weights)
-    weights = draw(jax.random.key(seed))
-  else:
-    weights = load_weights(model, Path(directory), shardings=placed.weights, dtype=jnp.float32)
+  placed = state_shardings(abstract_state(model, optimizer, mesh, critic=critic))
 
-  start = jax.jit(lambda w: _fresh(optimizer, w), donate_argnums=0, out_shardings=placed)
-  return start(weights)
+  def trunk(where: Weights) -> Weights:
+    if directory is not None:
+      return load_weights(model, Path(directory), shardings=where, dtype=jnp.float32)
+    return jax.jit(lambda key: initialize(model, key), out_shardings=where)(jax.random.key(seed))
+
+  values = None
+  if critic is not None and placed.critic is not None:
+    head = jax.tree.map(
+      lambda spec: spec.init(jax.random.key(seed), spec.shape, spec.dtype),
+      critic(model).head,
+      is_leaf=is_spec,
+    )
+    own = placed.critic.trunk
+    values = Critic(jax.device_put(head, placed.critic.head), None if own is None else trunk(own))
+  start = jax.jit(
+    lambda *both: _fresh(optimizer, *both), donate_argnums=(0, 1), out_shardings=placed
+  )
+  return start(trunk(placed.weights), values)
 
 
-def _fresh(optimizer: optax.GradientTransformation, weights: Weights) -> TrainState:
+def _fresh(
+  optimizer: optax.GradientTransformation, weights: Weights, critic: Critic | None
+) -> TrainState:
   return TrainState(
     step=jnp.zeros((), jnp.int32),
     skipped=jnp.zeros((), jnp.int32),
     weights=weights,
-    opt_state=optimizer.init(weights),
+    opt_state=optimizer.init(learned(weights, critic)),
+    critic=critic,
   )

@@ -13,14 +13,16 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+from agentrl_jax.learner.critic import Critic, MakeCritic
 from agentrl_jax.learner.evaluate import cast, policy_eval
 from agentrl_jax.learner.rows import split, take
-from agentrl_jax.learner.state import TrainState, abstract_state, state_shardings
+from agentrl_jax.learner.state import TrainState, abstract_state, learned, state_shardings
 from agentrl_jax.models.model import Model, Weights
 from agentrl_jax.types import Algorithm, Aux, LossBatch, Metric, Metrics, TrajectoryBatch
 
 PrepareFn = Callable[[TrajectoryBatch, Aux], LossBatch]
 StepFn = Callable[[TrainState, LossBatch], tuple[TrainState, Metrics]]
+Both = tuple[Weights, Critic | None]
 
 
 def make_prepare(algorithm: Algorithm) -> PrepareFn:
@@ -53,6 +55,7 @@ def make_step(
   micro_rows: int,
   temperature: float = 1.0,
   dtype: DTypeLike = jnp.float32,
+  critic: MakeCritic | None = None,
 ) -> StepFn:
   """One jitted optimizer step; the state that goes in is donated.
 
@@ -66,6 +69,7 @@ def make_step(
     temperature: the sampling temperature.
     dtype: what the model computes in, cast once a step from the master weights; gradients add up
       in float32.
+    critic: what the state's critic was made by, None where it has none.
 
   Returns:
     step(state, batch) -> (state, metrics): the loss's own metrics summed over micro-batches, and
@@ -73,16 +77,18 @@ def make_step(
     gradient is not finite leaves weights and optimizer state as they were and counts in `skipped`.
     Micro-batches in which no token has weight are not computed.
   """
-  placed = state_shardings(abstract_state(model, optimizer, mesh))
+  placed = state_shardings(abstract_state(model, optimizer, mesh, critic=critic))
 
-  def loss(weights: Weights, batch: LossBatch) -> tuple[Float[Array, ""], Metrics]:
-    policy = policy_eval(model, weights, batch.traj, temperature=temperature, dtype=dtype)
+  def loss(both: Both, batch: LossBatch) -> tuple[Float[Array, ""], Metrics]:
+    policy = policy_eval(model, both[0], batch.traj, both[1], temperature=temperature, dtype=dtype)
     return algorithm.loss(policy, batch)
 
-  def gradients_of(weights: Weights, batch: LossBatch) -> tuple[Weights, Float[Array, ""], Metrics]:
-    compute = cast(weights, dtype)
+  def gradients_of(both: Both, batch: LossBatch) -> tuple[Both, Float[Array, ""], Metrics]:
+    compute = cast(both[0], dtype), both[1]
     blocks, _ = split(batch, micro_rows, mesh)
     busy = (blocks.weight != 0).any(axis=(1, 2))
+    if blocks.credit.value_weight is not None:
+      busy |= (blocks.credit.value_weight != 0).any(axis=(1, 2))
     order = jnp.argsort(jnp.logical_not(busy), stable=True)  # those with work come first
     differentiate = jax.value_and_grad(loss, has_aux=True)
 
@@ -90,20 +96,22 @@ def make_step(
       gradients, value, metrics = total
       (more, more_metrics), slope = differentiate(compute, take(blocks, order[index]))
       gradients = jax.tree.map(lambda a, b: a + b.astype(a.dtype), gradients, slope)
-      gradients = jax.lax.with_sharding_constraint(gradients, placed.weights)
+      gradients = jax.lax.with_sharding_constraint(gradients, (placed.weights, placed.critic))
       return gradients, value + more, jax.tree.map(jnp.add, metrics, more_metrics)
 
     value, metrics = jax.eval_shape(loss, compute, take(blocks, order[0]))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (weights, value, metrics))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (both, value, metrics))
     return jax.lax.fori_loop(0, busy.sum(dtype=jnp.int32), add_block, zeros)
 
   def step(state: TrainState, batch: LossBatch) -> tuple[TrainState, Metrics]:
-    gradients, value, metrics = gradients_of(state.weights, batch)
+    gradients, value, metrics = gradients_of((state.weights, state.critic), batch)
+    gradients, old = learned(*gradients), learned(state.weights, state.critic)
     norm = optax.tree.norm(gradients)
     good = jnp.isfinite(norm) & jnp.isfinite(value)
     with jax.numpy_dtype_promotion("standard"):  # optax raises Python floats to integer counts
-      updates, opt_state = optimizer.update(gradients, state.opt_state, state.weights)
-    weights = optax.apply_updates(state.weights, updates)
+      updates, opt_state = optimizer.update(gradients, state.opt_state, old)
+    new = _choose(good, optax.apply_updates(old, updates), old)
+    weights, values = (new, None) if state.critic is None else new
     metrics = {
       **_choose(good, metrics, jax.tree.map(jnp.zeros_like, metrics)),
       "loss": _scalar(value, good),
@@ -111,13 +119,14 @@ def make_step(
       "update_norm": _scalar(optax.tree.norm(updates), good),
       "skipped": Metric(1.0 - good.astype(jnp.float32), jnp.ones((), jnp.float32)),
     }
-    new = TrainState(
+    after = TrainState(
       step=state.step + 1,
       skipped=state.skipped + jnp.where(good, 0, 1),
-      weights=_choose(good, weights, state.weights),
+      weights=weights,
       opt_state=_choose(good, opt_state, state.opt_state),
+      critic=values,
     )
-    return new, metrics
+    return after, metrics
 
   return jax.jit(step, donate_argnums=0, out_shardings=(placed, placed.step))
 

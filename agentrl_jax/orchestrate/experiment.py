@@ -11,6 +11,7 @@ from pathlib import Path
 import optax
 
 from agentrl_jax.envs.datasets import TaskSource
+from agentrl_jax.learner.critic import MakeCritic, on_policy
 from agentrl_jax.orchestrate.engines import OpenEngine
 from agentrl_jax.rollout.chat import Renderer
 from agentrl_jax.rollout.environment import BuildEnv
@@ -64,7 +65,8 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-  """One run. `model` is a Hugging Face directory; `mesh` gives the size of each mesh axis.
+  """One run. `model` is a Hugging Face directory; `mesh` gives the size of each mesh axis;
+  `critic` makes the critic of algorithms that need one.
 
   `max_mismatch` bounds |old - behavior| log-prob of tokens that the current weights sampled: engine
   and trainer must be the same policy. About 1e-4 is reachable in float32; declare more for bfloat16
@@ -88,6 +90,7 @@ class Experiment:
   checkpoint_every: int = 5
   keep_checkpoints: int = 2
   max_mismatch: float = 1e-4
+  critic: MakeCritic = on_policy
 
   def __post_init__(self):
     if self.steps < 1:

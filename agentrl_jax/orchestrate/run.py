@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from agentrl_jax.learner import checkpoint
+from agentrl_jax.learner.critic import MakeCritic
 from agentrl_jax.learner.evaluate import EvaluateFn, make_evaluate
 from agentrl_jax.learner.rows import rows_per_micro_batch
 from agentrl_jax.learner.state import TrainState, abstract_state, make_state
@@ -184,8 +185,10 @@ def _state(
   path = checkpoint.latest(workdir / "checkpoints")
   if path is None:
     directory = Path(experiment.model)
-    return make_state(model, experiment.optimizer, mesh, directory=directory), 0, 0
-  abstract = abstract_state(model, experiment.optimizer, mesh)
+    made_by = critic_of(experiment)
+    state = make_state(model, experiment.optimizer, mesh, directory=directory, critic=made_by)
+    return state, 0, 0
+  abstract = abstract_state(model, experiment.optimizer, mesh, critic=critic_of(experiment))
   state, host = checkpoint.restore(path, abstract)
   if host.seed != experiment.seed:
     raise ValueError(
@@ -193,6 +196,11 @@ def _state(
       "use another work directory"
     )
   return state, int(state.step), int(host.cursor["next"])
+
+
+def critic_of(experiment: Experiment) -> MakeCritic | None:
+  """What makes the run's critic, None where its algorithm needs no values."""
+  return experiment.critic if "value" in experiment.algorithm.needs else None
 
 
 def _reference(experiment: Experiment, model: Model, mesh: Mesh) -> Any:
@@ -209,7 +217,13 @@ def _learner(experiment: Experiment, model: Model, mesh: Mesh) -> Mapping[str, C
     "policy": make_evaluate(model, mesh, rows=micro_rows, **options),
     "prepare": make_prepare(experiment.algorithm),
     "update": make_step(
-      model, experiment.optimizer, experiment.algorithm, mesh, micro_rows=micro_rows, **options
+      model,
+      experiment.optimizer,
+      experiment.algorithm,
+      mesh,
+      micro_rows=micro_rows,
+      critic=critic_of(experiment),
+      **options,
     ),
   }
 

@@ -85,7 +85,7 @@ async def take_step(run: Run) -> None:
 
 def frozen_evaluations(run: Run, batch: TrajectoryBatch) -> Aux:
   """Old and, where a loss asks for it, reference log-probs of the batch, without gradient."""
-  old = run.policy(run.state.weights, batch)
+  old = run.policy(run.state.weights, batch, run.state.critic)
   reference = None if run.reference is None else run.policy(run.reference, batch).logp
   return Aux(old_logp=old.logp, ref_logp=reference, value=old.value)
 

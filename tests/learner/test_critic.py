@@ -1,0 +1,96 @@
+"""A critic beside the policy: on its hidden states or with its own trunk, trained by one step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from agentrl_jax.learner.critic import of_its_own, on_policy
+from agentrl_jax.learner.evaluate import make_evaluate
+from agentrl_jax.learner.state import make_state
+from agentrl_jax.learner.step import make_prepare, make_step
+from agentrl_jax.losses.recipes import critic_only, ppo
+from agentrl_jax.models import llama
+from agentrl_jax.models.sharding import make_mesh
+from agentrl_jax.types import Aux
+from tests.reference import batches
+
+MODEL = llama.bind(
+  llama.Config(
+    vocab_size=batches.VOCAB, embed=16, ffw=32, layers=2, heads=2, kv_heads=1, head_dim=8,
+    max_position=64, tied=True,
+  )
+)  # fmt: skip
+
+
+def made():
+  trajectories = batches.ragged(5)
+  return batches.pack(trajectories, batches.place(trajectories, rows=8, length=40))
+
+
+def trained(make_critic, algorithm, steps, rate=0.05):
+  mesh, packed = make_mesh(data=1), made()
+  optimizer = optax.adam(rate)
+  state = make_state(MODEL, optimizer, mesh, seed=1, critic=make_critic)
+  evaluate = make_evaluate(MODEL, mesh, rows=8)
+  step = make_step(MODEL, optimizer, algorithm, mesh, micro_rows=4, critic=make_critic)
+  prepare, errors = make_prepare(algorithm), []
+  first = jax.device_get(evaluate(state.weights, packed.batch, state.critic))
+  before = jax.device_get(state.weights)
+  for _ in range(steps):
+    old = evaluate(state.weights, packed.batch, state.critic)
+    batch = prepare(packed.batch, Aux(old_logp=old.logp, value=old.value))
+    state, metrics = step(state, batch)
+    errors.append(float(metrics["value_error_square"].total / metrics["value_error_square"].count))
+  return first, before, state, errors
+
+
+@pytest.mark.parametrize("make_critic", [on_policy, of_its_own])
+def test_a_critic_starts_at_zero_and_learns(make_critic):
+  first, before, state, errors = trained(make_critic, critic_only(), 25)
+  assert (first.value == 0).all()
+  assert errors[-1] < 0.3 * errors[0]
+  assert state.critic.head.weight.shape == (16,)
+  moved = [
+    np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (before, state.weights)), strict=True)
+  ]
+  shared = make_critic is on_policy
+  assert (max(moved) > 1e-3) == shared, "a trunk of its own leaves the policy alone"
+
+
+def test_values_are_of_the_state_before_the_token():
+  """V[t] depends on tokens before t only, and the sentinel has a value."""
+  mesh, packed = make_mesh(data=1), made()
+  state = make_state(MODEL, optax.sgd(1.0), mesh, seed=1, critic=on_policy)
+  head = state.critic.head.replace(weight=jnp.ones(16), bias=jnp.float32(0.5))
+  critic = state.critic.replace(head=head)
+  evaluate = make_evaluate(MODEL, mesh, rows=8)
+  value = np.asarray(evaluate(state.weights, packed.batch, critic).value)
+  b, t = np.argwhere(packed.batch.action)[-1]
+  tokens = packed.batch.tokens.copy()
+  tokens[b, t] = (tokens[b, t] + 1) % batches.VOCAB
+  other = np.asarray(evaluate(state.weights, packed.batch.replace(tokens=tokens), critic).value)
+  assert value[b, t] == other[b, t]
+  same = (value == other)[b]
+  assert same[: t + 1].all()
+  if packed.batch.sample[b, t + 1] == packed.batch.sample[b, t]:
+    assert not same[t + 1]
+  last = np.flatnonzero(packed.batch.traj_truncated)
+  assert last.size
+  for r in last:
+    row = np.argwhere((packed.batch.traj == r) & ~packed.batch.action)[-1]
+    assert value[tuple(row)] != 0
+
+
+def test_eight_devices_train_the_same_critic():
+  mesh, packed, algorithm = make_mesh(data=4, fsdp=2), made(), ppo()
+  results = []
+  for where in (make_mesh(data=1), mesh):
+    state = make_state(MODEL, optax.sgd(0.1), where, seed=1, critic=of_its_own)
+    old = make_evaluate(MODEL, where, rows=1)(state.weights, packed.batch, state.critic)
+    batch = make_prepare(algorithm)(packed.batch, Aux(old_logp=old.logp, value=old.value))
+    step = make_step(MODEL, optax.sgd(0.1), algorithm, where, micro_rows=1, critic=of_its_own)
+    state, _ = step(state, batch)
+    results.append(jax.device_get((state.weights, state.critic)))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *results)

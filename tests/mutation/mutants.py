@@ -1,0 +1,162 @@
+# ruff: noqa: E501 -- a line as it is in the source, and as it breaks
+"""One-line faults of the loss library, file by file, and the tests that must notice each.
+
+(file, line as it is, line as it breaks, tests that fail). A line must occur exactly once in its file.
+"""
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+  file: str
+  line: str
+  broken: str
+  tests: str
+
+
+LOSSES, OPS = "agentrl_jax/losses", "agentrl_jax/ops"
+REFERENCES = "tests/losses/test_references.py"
+GRADIENTS = "tests/losses/test_gradients.py"
+ORACLES = "tests/losses/test_oracles.py"
+VALUES = "tests/losses/test_values.py"
+READY = "tests/losses/test_readiness.py"
+CHECKS = "tests/losses/test_checks.py"
+
+TABLE = {
+  f"{LOSSES}/advantages.py": (REFERENCES, [
+    ("jnp.sqrt(square_sum / jnp.maximum(count - 1.0, 1.0)) + eps", "jnp.sqrt(square_sum / jnp.maximum(count, 1.0)) + eps"),
+    ("return jnp.maximum(count - 1.0, 1.0) / jnp.maximum(count, 1.0)", "return jnp.maximum(count, 1.0) / jnp.maximum(count - 1.0, 1.0)"),
+    ("return jnp.where(mean > 0, mean, 1.0)", "return jnp.where(mean > 0, 1.0, mean)"),
+    ("freedom = each(count - 1.0)", "freedom = each(count)"),
+    ("ids = jnp.where(valid, label, size)", "ids = jnp.where(valid, label, 0)"),
+    ("sums = reverse_recurrence(reward[order], jnp.where(ended, 0.0, gamma))", "sums = reverse_recurrence(reward[order], jnp.where(ended, gamma, gamma))"),
+    ("variance = jnp.square(centred).sum() / jnp.maximum(count - 1.0, 1.0)", "variance = jnp.square(centred).sum() / count"),
+    ("return Credit(-k1(delta))", "return Credit(k1(delta))"),
+  ]),
+  f"{LOSSES}/anchors.py": (REFERENCES, [
+    ("belongs &= jnp.logical_not(batch.action)", "belongs |= batch.action"),
+    ("terms = (batch.tokens.astype(jnp.uint32) + jnp.uint32(1)) * powers[upcoming - column]", "terms = (batch.tokens.astype(jnp.uint32) + jnp.uint32(1)) * powers[0]"),
+    ("belongs = (batch.sample >= 0) & (upcoming < length) & (pick(batch.sample) == batch.sample)", "belongs = (batch.sample >= 0) & (upcoming < length)"),
+    ("terms = (batch.tokens.astype(jnp.uint32) + jnp.uint32(1)) * powers[upcoming - column]", "terms = batch.tokens.astype(jnp.uint32) * jnp.uint32(0)"),
+    ("observed = Partition(jnp.where(belongs, pick(TURN(batch).ids), -1), batch.turn_traj.shape[0])", "observed = Partition(jnp.where(belongs, pick(TURN(batch).ids) - 1, -1), batch.turn_traj.shape[0])"),
+  ]),
+  f"{LOSSES}/gae.py": (f"{REFERENCES} {GRADIENTS}", [
+    ("return lambda steps: jnp.maximum(0.0, 1.0 - 1.0 / (alpha * jnp.maximum(steps, 1.0)))", "return lambda steps: jnp.maximum(0.0, 1.0 - 1.0 / (alpha * (steps + 1.0)))"),
+    ("critic = actor if critic_lam is None else estimate(critic_lam)", "critic = actor"),
+    ("gamma = jnp.where(leaves, outer_gamma, inner_gamma)", "gamma = jnp.where(leaves, inner_gamma, outer_gamma)"),
+    ("mixed = traj * coarse + turn * (middle - coarse) + token * (a - middle)", "mixed = traj * coarse + turn * (middle - coarse) + token * (a - coarse)"),
+    ("return jnp.where(is_last(batch, turns), spread(batch.turn_reward, turns), 0.0)", "return jnp.where(is_first(batch, turns), spread(batch.turn_reward, turns), 0.0)"),
+    ("present = jnp.maximum((counts > 0).sum(dtype=jnp.float32), 1.0)", "present = jnp.maximum(counts.sum(dtype=jnp.float32), 1.0)"),
+    ("reward = spread(unit_sum(token_rewards(batch), units), units)", "reward = spread(unit_mean(token_rewards(batch), units), units)"),
+  ]),
+  f"{LOSSES}/endpoint.py": (f"{REFERENCES} {ORACLES} {READY}", [
+    ("worth = trajectory_returns(batch) + jnp.where(batch.traj_truncated, value, 0.0)", "worth = trajectory_returns(batch)"),
+    ("filled = jnp.where(valid, worth, mean)", "filled = jnp.where(valid, worth, 0.0)"),
+    ("return jnp.ceil(x / step - 0.5 - 1e-4) * step", "return jnp.floor(x / step + 0.5 + 1e-4) * step"),
+    ("learns = is_first(batch, starts) & spread((count >= min_valid) & (group >= 0), starts)", "learns = is_first(batch, starts) & spread((count > min_valid) & (group >= 0), starts)"),
+    ("return jnp.where(spread(valid, TRAJ(batch)), base(batch, aux, credit), 0.0)", "return base(batch, aux, credit)"),
+  ]),
+  f"{LOSSES}/ratios.py": (f"{GRADIENTS} {REFERENCES}", [
+    ("mean, own = jax.lax.stop_gradient((coarse(log_ratio, batch), log_ratio))", "mean, own = coarse(log_ratio, batch), jax.lax.stop_gradient(log_ratio)"),
+    ("log_ratio = jnp.where(stale, jax.lax.stop_gradient(log_ratio), log_ratio)", "log_ratio = jnp.where(stale, log_ratio, log_ratio)"),
+    ("bounded = sign * jnp.minimum(sign * log_ratio, sign * jnp.clip(log_ratio, -low, high))", "bounded = jnp.clip(log_ratio, -low, high)"),
+    ("return spread(unit_sum(log_ratio, units), units)", "return spread(unit_mean(log_ratio, units), units)"),
+    ("stale = (drift > max_kl) & (batch.credit.advantage < 0)", "stale = (drift < max_kl) & (batch.credit.advantage < 0)"),
+    ("return jnp.log(mean)", "return mean - 1.0"),
+  ]),
+  f"{LOSSES}/surrogates.py": (GRADIENTS, [
+    ("return -jnp.clip(ratio, low, cap) * advantage * log_ratio, (ratio > cap) | (ratio < low)", "return -jnp.clip(ratio, 0.0, cap) * advantage * log_ratio, (ratio > cap) | (ratio < low)"),
+    ("loss = jnp.where(advantage < 0, jnp.minimum(loss, -dual * advantage), loss)", "loss = jnp.minimum(loss, -dual * advantage)"),
+    ("loss = -jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - low, 1 + high) * advantage)", "loss = -jnp.maximum(ratio * advantage, jnp.clip(ratio, 1 - low, 1 + high) * advantage)"),
+    ("return ((advantage > 0) & (ratio > 1 + high)) | ((advantage < 0) & (ratio < 1 - low))", "return (ratio > 1 + high) | (ratio < 1 - low)"),
+    ("return -advantage * 4.0 / tau * gate, jnp.zeros(log_ratio.shape, bool)", "return -advantage * 4.0 * gate, jnp.zeros(log_ratio.shape, bool)"),
+    ("tau = jnp.where(advantage > 0, positive, negative)", "tau = jnp.where(advantage > 0, negative, positive)"),
+    ("return jnp.where(outside, 0.0, -ratio * advantage * log_ratio), outside", "return -ratio * advantage * log_ratio, outside"),
+  ]),
+  f"{LOSSES}/penalties.py": (GRADIENTS, [
+    ("return slope + jax.lax.stop_gradient(value(delta) - slope)", "return slope + value(delta) - jax.lax.stop_gradient(slope)"),
+    ("return bounded_exp(_delta(policy, batch.aux.old_logp, batch)) * base(policy, batch)", "return jax.lax.stop_gradient(bounded_exp(_delta(policy, batch.aux.old_logp, batch))) * base(policy, batch)"),
+    ("return lambda policy, batch: -coef * jnp.where(batch.traj.action, policy.entropy, 0.0)", "return lambda policy, batch: coef * jnp.where(batch.traj.action, policy.entropy, 0.0)"),
+    ("success = (trajectory_returns(batch.traj) > above).astype(jnp.float32)", "success = (trajectory_returns(batch.traj) < above).astype(jnp.float32)"),
+    ("return lambda policy, batch: coef * estimator(_delta(policy, batch.aux.old_logp, batch))", "return lambda policy, batch: coef * estimator(-_delta(policy, batch.aux.old_logp, batch))"),
+  ]),
+  f"{LOSSES}/weights.py": (REFERENCES, [
+    ("return spread(1.0 / (jnp.maximum(present, 1.0) * jnp.maximum(counts, 1.0)), units)", "return spread(1.0 / jnp.maximum(counts.sum(), 1.0) * jnp.ones_like(counts), units)"),
+    ("parts = unit_sum(is_first(batch, small).astype(jnp.float32), large)", "parts = unit_count(large)"),
+    ("return jnp.where(units.ids >= 0, 1.0 / (present * length), 0.0)", "return jnp.where(batch.action, 1.0 / (present * length), 0.0)"),
+    ("return lambda batch, aux, credit: jnp.where(scored(batch), 1.0 / divisor, 0.0)", "return lambda batch, aux, credit: jnp.where(batch.action, 1.0 / divisor, 0.0)"),
+    ("cut = spread(batch.traj_truncated, TRAJ(batch))", "cut = spread(jnp.logical_not(batch.traj_truncated), TRAJ(batch))"),
+  ]),
+  f"{LOSSES}/corrections.py": (REFERENCES, [
+    ("return base(batch, aux, credit) * jnp.clip(rho, low, cap)", "return base(batch, aux, credit) * jnp.minimum(rho, cap)"),
+    ("return base(batch, aux, credit) * jnp.where((rho >= low) & (rho <= high), rho, 0.0)", "return base(batch, aux, credit) * jnp.where((rho >= low) & (rho <= high), 1.0, 0.0)"),
+    ("return jnp.where((rho >= low) & (rho <= high), base(batch, aux, credit), 0.0)", "return jnp.where(rho <= high, base(batch, aux, credit), 0.0)"),
+    ("drift = -_log_rho(at_scale(TRAJ), batch, aux, credit)", "drift = _log_rho(at_scale(TRAJ), batch, aux, credit)"),
+    ("ratio = ratio or at_scale_product(TRAJ)", "ratio = ratio or at_scale(TRAJ)"),
+    ("budget = jnp.maximum(1, (share * keep.sum(dtype=jnp.float32)).astype(jnp.int32))", "budget = jnp.maximum(1, (share * keep.size * jnp.ones(())).astype(jnp.int32))"),
+    ("spread(unit_mean(k3(-apart), units), units) <= most, base(batch, aux, credit), 0.0", "spread(unit_mean(k3(apart), units), units) <= most, base(batch, aux, credit), 0.0"),
+  ]),
+  f"{LOSSES}/shaping.py": (REFERENCES, [
+    ("cost = unit_sum(k1(apart), restrict(TURN(batch), keep))", "cost = -unit_sum(k1(apart), restrict(TURN(batch), keep))"),
+    ("over = jnp.maximum(0.0, unit_count(TRAJ(batch)) - (limit - buffer)) / buffer", "over = jnp.maximum(0.0, unit_count(TRAJ(batch)) - limit) / buffer"),
+    ("over = jnp.minimum(over, 1.0) if saturate else over", "over = jnp.minimum(over, 1.0)"),
+    ("last = number == jax.ops.segment_max(number, owner, size + 1)[owner]", "last = number == jax.ops.segment_min(number, owner, size + 1)[owner]"),
+    ("cost = jnp.where(last, jnp.append(over, 0.0)[owner], 0.0)", "cost = jnp.append(over, 0.0)[owner]"),
+  ]),
+  f"{LOSSES}/values.py": (VALUES, [
+    ("near = old + jnp.clip(value - old, -clip, clip)", "near = jnp.clip(value - old, -clip, clip)"),
+    ("error = jnp.maximum(error, jnp.square(near - target))", "error = jnp.minimum(error, jnp.square(near - target))"),
+    ("return coef * (0.5 * weight * error).sum(), _moments(value, target, learns)", "return coef * (weight * error).sum(), _moments(value, target, learns)"),
+    ("return jnp.maximum(0.0, 1.0 - jnp.abs(place[..., None] - centre))", "return jnp.maximum(0.0, 1.0 - jnp.square(place[..., None] - centre))"),
+    ('error = read("value_error_square") - read("value_error") ** 2', 'error = read("value_error_square")'),
+  ]),
+  f"{LOSSES}/compose.py": (f"{GRADIENTS} tests/losses/test_properties.py", [
+    ("token_log_ratio = jnp.where(action, policy.logp, 0.0) - old", "token_log_ratio = policy.logp - old"),
+    ("per_token += penalty(policy, batch)", "per_token -= penalty(policy, batch)"),
+    ("live = action & (weight != 0)", "live = action"),
+    ("total += value", "total = value"),
+    ("metrics[name] = add_metrics(metrics[name], metric) if name in metrics else metric", "metrics[name] = metric"),
+  ]),
+  f"{LOSSES}/readiness.py": (READY, [
+    ("return (below + (scaled - below > Fraction(1, 2))) / parts", "return (below + (scaled - below >= Fraction(1, 2))) / parts"),
+    ("count = math.ceil(len(ready) * Fraction(str(share)))", "count = math.floor(len(ready) * Fraction(str(share)))"),
+    ("if evidence.error >= self.most_local:", "if evidence.error > self.most_local:"),
+    ("moved = self.offset + self.step * float(np.sign(self.target - entropy))", "moved = self.offset + self.step * float(np.sign(entropy - self.target))"),
+    ("error = abs(guess - target) if np.isfinite(guess) else 1.0", "error = abs(guess - target) if np.isfinite(guess) else 0.0"),
+    ("return self.per_token * m + self.per_pair * (m * prefix + m * (m + 1) // 2)", "return self.per_token * m + self.per_pair * (m * prefix + m * m // 2)"),
+  ]),
+  f"{LOSSES}/checks.py": (CHECKS, [
+    ("wrong = np.flatnonzero(batch.turn_traj[turn] != traj)", "wrong = np.flatnonzero(batch.turn_traj[turn] == -2)"),
+    ("fell = np.flatnonzero((np.diff(turn) < 0) & (np.diff(traj) == 0))", "fell = np.flatnonzero((np.diff(turn) > 9999) & (np.diff(traj) == 0))"),
+    ("if groups.size and counts.max() < 2:", "if groups.size and counts.max() < 1:"),
+    ("bad = np.flatnonzero((returns < 0) & (batch.traj_group >= 0))", "bad = np.flatnonzero((returns < -1) & (batch.traj_group >= 0))"),
+    ("if batch.traj_truncated[traj[i]] and action[i]:", "if batch.traj_truncated[traj[i]] and not action[i]:"),
+  ]),
+  f"{OPS}/scans.py": ("tests/ops/test_scans.py " + REFERENCES, [
+    ("return decay_later * decay_earlier, x_earlier + decay_earlier * x_later", "return decay_later * decay_earlier, x_earlier + decay_later * x_later"),
+    ("decay = jnp.where(end, 0.0, jnp.where(step, gamma * lam, 1.0))", "decay = jnp.where(end, 0.0, jnp.where(step, gamma * lam, gamma * lam))"),
+    ("following = jnp.where(end, final, jnp.roll(carried, -1))", "following = jnp.roll(carried, -1)"),
+    ("return jnp.where(batch.traj_truncated, end, 0.0)", "return end"),
+    ("delta = jnp.where(step, reward + gamma * following - v, 0.0)", "delta = jnp.where(step, reward + gamma * following + v, 0.0)"),
+  ]),
+  f"{OPS}/scales.py": ("tests/ops/test_scales.py " + REFERENCES, [
+    ("return unit_sum(x, units) / jnp.maximum(unit_count(units), 1.0)", "return unit_sum(x, units)"),
+    ("return _is_least(-batch.sample, -batch.position, units)", "return _is_least(batch.sample, -batch.position, units)"),
+    ("after = jnp.pad(marked[:, :-1], ((0, 0), (1, 0)))", "after = marked"),
+    ("return jnp.where(inside, per_unit[units.ids], jnp.asarray(fill, per_unit.dtype))", "return per_unit[units.ids]"),
+    ("return batch.action & (spread(batch.traj_group, TRAJ(batch), fill=-1) >= 0)", "return batch.action"),
+  ]),
+  f"{OPS}/logprobs.py": ("tests/ops/test_logprobs.py", [
+    ("source = jnp.maximum(take - 1, 0)", "source = take"),
+    ("d_logits = jnp.where(take(valid)[..., None], d_logits, 0.0) / np.float32(temperature)", "d_logits = jnp.where(take(valid)[..., None], d_logits, 0.0)"),
+    ("return (sample >= 0) & (sample == before)", "return sample >= 0"),
+    ("g + h * (log_p + take(entropy)[..., None])", "g + h * (log_p - take(entropy)[..., None])"),
+    ("picked = jnp.where(valid[..., None], picked, jnp.zeros((), picked.dtype))", "picked = picked * jnp.ones((), picked.dtype)"),
+  ]),
+}  # fmt: skip
+
+MUTANTS = [
+  Mutant(file, line, broken, tests)
+  for file, (tests, faults) in TABLE.items()
+  for line, broken in faults
+]

@@ -1,0 +1,66 @@
+"""Breaks one line at a time and expects a test to fail: `python -m pytest tests/mutation -m slow -s`.
+
+Each fault is applied to a copy of the repository. `AGENTRL_MUTANTS=losses/gae` runs those of one file.
+"""
+
+import collections
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.mutation.mutants import MUTANTS
+
+ROOT = pathlib.Path(__file__).parents[2]
+COUNTS = collections.Counter()
+
+
+@pytest.mark.parametrize("index", range(len(MUTANTS)))
+def test_each_line_is_there_once(index):
+  mutant = MUTANTS[index]
+  assert (ROOT / mutant.file).read_text().count(mutant.line) == 1, mutant.line
+  assert mutant.broken not in (ROOT / mutant.file).read_text() or mutant.broken in mutant.line
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+  """The files that the tests need, and one compilation cache for all faults."""
+  where = tmp_path_factory.mktemp("mutation")
+  for name in ("agentrl_jax", "tests"):
+    shutil.copytree(ROOT / name, where / name, ignore=shutil.ignore_patterns("__pycache__"))
+  shutil.copy(ROOT / "pyproject.toml", where)
+  return where
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("index", range(len(MUTANTS)))
+def test_a_fault_is_noticed(index, copy):
+  mutant = MUTANTS[index]
+  if os.environ.get("AGENTRL_MUTANTS", "") not in mutant.file:
+    pytest.skip("another file was asked for")
+  original = (ROOT / mutant.file).read_text()
+  (copy / mutant.file).write_text(original.replace(mutant.line, mutant.broken))
+  environment = os.environ | {
+    "PYTHONPATH": str(copy),
+    "JAX_COMPILATION_CACHE_DIR": str(copy / "cache"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+  }
+  command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+  try:
+    done = subprocess.run(
+      [*command, *mutant.tests.split()], cwd=copy, env=environment, capture_output=True, text=True,
+      timeout=1000,
+    )  # fmt: skip
+  finally:
+    (copy / mutant.file).write_text(original)
+  assert done.returncode in (0, 1), done.stdout + done.stderr
+  caught = done.returncode == 1
+  COUNTS["caught" if caught else "survived"] += 1
+  print(
+    f"{'caught' if caught else 'SURVIVED'}: {mutant.file}: {mutant.broken}; so far {dict(COUNTS)}"
+  )
+  assert caught, f"survived: {mutant.file}: {mutant.broken}"
