@@ -1,6 +1,6 @@
-"""Breaks one line at a time and expects a test to fail: `python -m pytest tests/mutation -m slow -s`.
+"""Breaks a line at a time and expects a test to fail: `python -m pytest tests/mutation -m slow -s`.
 
-Each fault is applied to a copy of the repository. `AGENTRL_MUTANTS=losses/gae` runs those of one file.
+Each fault is applied to a copy of the repository. `AGENTRL_MUTANTS=losses/gae` runs one file's.
 """
 
 import collections

@@ -1,0 +1,64 @@
+"""What `launch.explain` prints and draws is what the functions are."""
+
+import numpy as np
+import pytest
+
+from agentrl_jax.losses import recipes
+from agentrl_jax.losses.corrections import truncated_is
+from agentrl_jax.losses.describe import describe
+from agentrl_jax.losses.weights import mean_over
+from agentrl_jax.ops.scales import TOKEN
+from launch.explain import algorithms, credit, explanation, picture, small_batch
+
+ALL = algorithms(["all"])
+
+
+def parts(algorithm):
+  return {part.role: str(part).strip() for part in describe(algorithm)}
+
+
+def test_slots_and_numbers_are_read_off():
+  found = parts(recipes.grpo(low=0.1, high=0.3, kl=0.01))
+  assert found["surrogate"] == "surrogate: clip(dual=None, high=0.3, low=0.1)"
+  assert found["ratio"] == "ratio: per_token()"
+  assert found["scale"] == "scale: by_std(eps=1e-06)"
+  assert found["weight"] == "weight: mean_over(scale=TOKEN)"
+  assert found["penalties"] == "penalties: kl_to_ref(coef=0.01)"
+
+
+def test_wrapped_weights_nest():
+  wrapped = recipes.grpo()._replace(weight=truncated_is(mean_over(TOKEN), cap=1.5))
+  lines = [str(part) for part in describe(wrapped)]
+  start = lines.index("weight: truncated_is(cap=1.5, low=0)")
+  assert "  base: mean_over(scale=TOKEN)" in lines[start:]
+
+
+@pytest.mark.parametrize("name", list(ALL))
+def test_every_recipe_explains_itself(name):
+  described = describe(ALL[name])
+  assert {part.role for part in described if part.depth == 0} == {"advantage", "weight", "loss"}
+  assert all(part.formula for part in described if "lambda" not in part.name)
+  text = explanation(name, ALL[name]).plain
+  assert name in text and all(need in text for need in ALL[name].needs)
+
+
+def test_unknown_recipes_are_named():
+  with pytest.raises(ValueError, match="no recipe is called grppo; there are grpo, "):
+    algorithms(["grppo"])
+
+
+def test_the_picture_shows_each_scale():
+  """On the small batch: one number an episode, one a turn, or one a token."""
+  batch, _, _ = small_batch()
+  turn, traj = np.asarray(batch.turn), np.asarray(batch.traj)
+
+  def distinct(name, label):
+    a = credit(ALL[name])[0]
+    return max(len(np.unique(a[label == k].round(5))) for k in np.unique(label[turn >= 0]))
+
+  acted = np.where(turn >= 0, traj, -1)
+  assert distinct("grpo", acted) == 1
+  assert distinct("turn_ppo", turn) == 1 < distinct("turn_ppo", acted)
+  assert distinct("ppo", turn) > 1
+  figure = picture({name: ALL[name] for name in ("grpo", "turn_ppo")})
+  assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["grpo", "turn_ppo"]

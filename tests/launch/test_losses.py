@@ -1,0 +1,107 @@
+"""Losses through the commands: every recipe trains, and so does a loss outside the repository."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import fiddle as fdl
+import pytest
+
+from agentrl_jax.losses import recipes
+from agentrl_jax.orchestrate import tiny
+from configs import tiny_rl
+from launch.explain import algorithms
+
+ROOT = pathlib.Path(__file__).parents[2]
+CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+RECIPES = list(algorithms(["all"]))
+ARGUMENTS = {"dr_grpo": {"length": 16.0}, "dapo": {"limit": 40, "buffer": 20}}
+
+
+def smallest():
+  """A run of three steps of four groups of four episodes on a model of one layer."""
+  config = tiny_rl()
+  config.model = os.environ["AGENTRL_TINY"]
+  config.steps, config.concurrency, config.checkpoint_every = 3, 16, 100
+  config.engine.slots = 16
+  config.batch.groups, config.batch.members, config.batch.only_mixed = 4, 4, False
+  config.evaluation.tasks, config.evaluation.samples = 2, 1
+  recipe = os.environ["AGENTRL_RECIPE"]
+  config.algorithm = fdl.Config(getattr(recipes, recipe), **ARGUMENTS.get(recipe, {}))
+  return config
+
+
+def launch(arguments, **environment):
+  """The command's output; it must end well."""
+  path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+  done = subprocess.run(
+    [sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600,
+    env={**os.environ, **CACHE, "PYTHONPATH": path, **environment},
+  )  # fmt: skip
+  assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+  return done.stdout
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  directory = tmp_path_factory.mktemp("tiny") / "model"
+  directory.mkdir()
+  tiny.tiny_llama(vocab_size=300, embed=32, layers=1, heads=2, kv_heads=1, ffw=64)(directory)
+  return directory
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+  return str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_trains_three_steps(recipe, model, cache, tmp_path):
+  launch(
+    [
+      "launch.train", "--config=config:tests.launch.test_losses.smallest",
+      f"--workdir={tmp_path}/run",
+    ],
+    AGENTRL_TINY=str(model), AGENTRL_RECIPE=recipe, JAX_COMPILATION_CACHE_DIR=cache,
+  )  # fmt: skip
+  lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+  losses = [x["loss"] for x in map(json.loads, lines) if "loss" in x]
+  assert len(losses) == 3
+  assert all(abs(x) < 1e3 for x in losses)
+
+
+def documented() -> str:
+  """The complete file that docs/losses.md shows."""
+  found = re.search(
+    r"```python\n(# my_loss\.py\n.*?)```", (ROOT / "docs/losses.md").read_text(), re.S
+  )
+  assert found
+  return found.group(1)
+
+
+def test_the_documented_loss_is_short():
+  assert len(documented().splitlines()) <= 25
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_loss_outside_the_repository_trains_with_one_command(model, cache, tmp_path):
+  (tmp_path / "my_loss.py").write_text(documented())
+  path = os.pathsep.join([str(ROOT), str(tmp_path)])
+  launch(
+    [
+      "launch.train", "--config=config:my_loss.config", "--config=set:algorithm.strength=0.2",
+      f'--config=set:model="{model}"', "--config=set:steps=2", "--config=set:engine.slots=16",
+      "--config=set:batch.groups=2", "--config=set:batch.members=4",
+      "--config=set:batch.only_mixed=False", "--config=set:evaluation.tasks=2",
+      "--config=set:evaluation.samples=1", f"--workdir={tmp_path}/run",
+    ],
+    PYTHONPATH=path, JAX_COMPILATION_CACHE_DIR=cache,
+  )  # fmt: skip
+  config = (tmp_path / "run" / "config.json").read_text()
+  assert "my_loss" in config and "0.2" in config
