@@ -49,7 +49,8 @@ def with_clip_high(build: Callable[[Float[Array, ""]], LossFn], *, start: float)
   def loss(policy: PolicyEval, batch: LossBatch) -> tuple[Float[Array, ""], Metrics]:
     high = jnp.asarray(start, jnp.float32) if batch.aux.clip_high is None else batch.aux.clip_high
     total, metrics = build(high)(policy, batch)
-    return total, {**metrics, "clip_high": masked(high, jnp.ones((), bool))}
+    live = batch.traj.action & (batch.weight != 0)
+    return total, {**metrics, "clip_high": masked(jnp.broadcast_to(high, live.shape), live)}
 
   return loss
 

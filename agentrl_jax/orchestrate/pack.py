@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from agentrl_jax.losses.checks import check_batch
 from agentrl_jax.rollout.records import Episode, Outcome, Sample
 from agentrl_jax.types import TrajectoryBatch
 
@@ -88,6 +89,7 @@ def pack(
     batch.traj_truncated[r] = episode.truncated
     turn += turns
   batch.traj_group[: len(episodes)] = [g for g, members in enumerate(kept) for _ in members]
+  check_batch(batch)
   return Packed(batch, episodes, dropped, faults)
 
 

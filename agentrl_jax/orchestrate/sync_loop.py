@@ -58,6 +58,8 @@ async def take_step(run: Run) -> None:
 
   chosen = (mixed(groups) or groups) if experiment.batch.only_mixed else groups
   packed = pack(chosen, row_length=experiment.batch.row_length, micro_rows=run.rows)
+  for check in experiment.algorithm.checks:
+    check(packed.batch)
   aux = frozen_evaluations(run, packed.batch)
   mismatch = check_mismatch(run, packed, np.asarray(aux.old_logp))
   clock.lap("evaluate")

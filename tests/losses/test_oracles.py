@@ -210,7 +210,7 @@ def logp_of(logits, actions):
   logp, entropy = token_logprobs(
     hidden, np.eye(logits.shape[1], dtype=np.float32), tokens, sample, mask
   )
-  return logp[0, 1:], entropy[0, 1:]
+  return np.asarray(logp[0, 1:]), np.asarray(entropy[0, 1:])
 
 
 @pytest.mark.parametrize(
