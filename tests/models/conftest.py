@@ -1,4 +1,4 @@
-"""What transformers says of random Llamas and of the real GGUF file: computed once, in its own Python."""
+"""What transformers says of random Llamas and of the real GGUF file, in its own Python, once."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""The real GGUF file, converted, against transformers' own GGUF loader; and what a file may not hold."""
+"""The real GGUF file against transformers' own GGUF loader, and what a file may not hold."""
 
 import json
 

@@ -1,7 +1,6 @@
-"""Hugging Face directories: bitwise round trips, sharded reading, atomic writing, refusals by name."""
+"""Hugging Face directories: bitwise round trips, sharded reading, atomic writing, refusals."""
 
 import json
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -200,15 +199,13 @@ def test_old_buffers_and_copies_of_a_tied_head_are_passed_over(tmp_path):
   assert_same(hf.load_weights(model, tmp_path / "tied"), weights)
 
 
-def test_missing_directories_and_files_are_named(saved, tmp_path):
-  _, directory = saved
+def test_missing_directories_and_files_are_named(tmp_path):
   with pytest.raises(FileNotFoundError, match="absent: expected a Hugging Face model directory"):
     hf.load_model(tmp_path / "absent")
-  shutil.rmtree(tmp_path / "other", ignore_errors=True)
   (tmp_path / "other").mkdir()
   with pytest.raises(FileNotFoundError, match="found neither"):
     hf.load_weights(MODEL, tmp_path / "other")
   index = {"weight_map": {"x": "model-00001-of-00001.safetensors"}}
   (tmp_path / "other" / checkpoint_files.INDEX_NAME).write_text(json.dumps(index))
-  with pytest.raises(FileNotFoundError, match="model-00001-of-00001.safetensors: named by"):
+  with pytest.raises(FileNotFoundError, match=r"model-00001-of-00001\.safetensors: named by"):
     hf.load_weights(MODEL, tmp_path / "other")

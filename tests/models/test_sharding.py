@@ -16,7 +16,7 @@ SMOLLM2 = llama.bind(
   )
 )  # fmt: skip
 
-# Nine query and three key-value heads are not divided by tensor=2, so they stay whole on each device.
+# tensor=2 does not divide nine query and three key-value heads: they stay whole on each device.
 SNAPSHOT = """
 embedding               vocab=49152/tensor, embed=576/fsdp      28,311,552
 layers.attention_norm   layers=30, -=576                            69,120

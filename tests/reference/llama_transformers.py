@@ -2,10 +2,10 @@
 
 Usage: python llama_transformers.py OUT cases | GGUF_FILE
 
-`cases`: OUT/<case>/ holds each model as transformers saves it and OUT/<case>.npz its tokens, log-probs
-[B T V], the weighting of the loss, and the gradient of sum(weighting * log-prob of the token) by name.
-A GGUF file: OUT/gguf.npz and OUT/gguf.json hold log-probs, token ids and texts as transformers' own
-GGUF loader has them.
+`cases`: OUT/<case>/ holds each model as transformers saves it and OUT/<case>.npz its tokens,
+log-probs [B T V], the weighting of the loss, and the gradient of sum(weighting * log-prob of the
+token) by name. A GGUF file: OUT/gguf.npz and OUT/gguf.json hold log-probs, token ids and texts as
+transformers' own GGUF loader has them.
 """
 
 import json
@@ -18,7 +18,7 @@ import transformers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 SIZES = {
-  "hidden_size": 20,
+  "hidden_size": 24,
   "intermediate_size": 37,
   "max_position_embeddings": 64,
   "num_attention_heads": 6,
