@@ -125,6 +125,20 @@ TABLE = {
     ("error = abs(guess - target) if np.isfinite(guess) else 1.0", "error = abs(guess - target) if np.isfinite(guess) else 0.0"),
     ("return self.per_token * m + self.per_pair * (m * prefix + m * (m + 1) // 2)", "return self.per_token * m + self.per_pair * (m * prefix + m * m // 2)"),
   ]),
+  f"{LOSSES}/replay.py": ("tests/losses/test_replay.py", [
+    ("return dataclasses.replace(self, stored=(*self.stored, *fresh)[-self.capacity :])", "return dataclasses.replace(self, stored=(*self.stored, *fresh)[: self.capacity])"),
+    ("cuts = int(most * len(one.ids)) // grid", "cuts = len(one.ids) // grid"),
+    ("own = [one for one in self.stored if one.problem == order[k % len(order)]]", "own = [one for one in self.stored if one.problem == order[0]]"),
+    ("chosen.append(Stored(one.problem, one.ids[: grid * int(rng.integers(cuts + 1))]))", "chosen.append(Stored(one.problem, one.ids[: grid * int(rng.integers(max(1, cuts)))]))"),
+    ("return reached_chunk and not (out_of_budget or finished or answered)", "return reached_chunk and not (out_of_budget or finished)"),
+  ]),
+  f"{LOSSES}/describe.py": ("tests/launch/test_explain.py", [
+    ("label = inner_role if coefficient is None else f\"{coefficient:g} x {inner_role}\"", "label = role"),
+    ("yield from _parts(label, part, depth + 1)", "yield from _parts(label, part, depth)"),
+    ("name = function.__qualname__.split(\".<locals>\")[0]", "name = function.__name__"),
+    ("if functions and not _is_scale(value):", "if functions:"),
+    ("return \"inf\" if math.isinf(value) else f\"{value:g}\"", "return f\"{value:.1f}\""),
+  ]),
   f"{LOSSES}/checks.py": (CHECKS, [
     ("wrong = np.flatnonzero(batch.turn_traj[turn] != traj)", "wrong = np.flatnonzero(batch.turn_traj[turn] == -2)"),
     ("fell = np.flatnonzero((np.diff(turn) < 0) & (np.diff(traj) == 0))", "fell = np.flatnonzero((np.diff(turn) > 9999) & (np.diff(traj) == 0))"),
