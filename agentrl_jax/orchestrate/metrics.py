@@ -90,7 +90,7 @@ class Progressing:
 
   def say(self, line: str) -> None:
     """One line above the bars."""
-    self.console.print(line, markup=False, highlight=False)
+    self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
   def update(self, name: str, done: int, total: int) -> None:
     """Moves the bar `name` to done / total; a bar that is full goes away, except the outermost."""

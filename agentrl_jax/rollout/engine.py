@@ -13,7 +13,8 @@ Finish = Literal["stop", "length", "abort"]
 class SamplingParams:
   """How to sample one turn. Support is the full vocabulary: truncated sampling biases every ratio.
 
-  Log-probs are those of softmax(logits / temperature). `temperature` 0 is greedy, for evaluation only.
+  Log-probs are those of softmax(logits / temperature). `temperature` 0 is greedy, for evaluation
+  only.
   """
 
   max_new_tokens: int

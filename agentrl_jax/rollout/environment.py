@@ -1,7 +1,7 @@
 """What an environment is: single use, built from a task, stepped with the policy's parsed action.
 
-What the policy causes (bad JSON, an unknown tool, a wrong argument) is an observation or a scored end; what
-the machinery causes raises `EnvFault`, and no statistic ever sees it as a zero.
+What the policy causes (bad JSON, an unknown tool, a wrong argument) is an observation or a scored
+end; what the machinery causes raises `EnvFault`, and no statistic ever sees it as a zero.
 """
 
 import dataclasses
