@@ -1,7 +1,7 @@
 """Start states from the past: stored trajectories, their prefixes, and who scores a continuation.
 
-Host-side and pure (AC2, arXiv 2609.39247, section 2.2). A prefix from an old policy is only a state:
-it carries no loss and needs no ratio.
+Host-side and pure (AC2, arXiv 2609.39247, section 2.2). A prefix from an old policy is only a
+state: it carries no loss and needs no ratio.
 """
 
 import dataclasses
@@ -32,9 +32,9 @@ class Replay:
   def prefixes(
     self, count: int, rng: np.random.Generator, *, grid: int = 10_000, most: float = 0.9
   ) -> list[Stored]:
-    """`count` start states: problems in a random order, over and over, one trajectory of each.
+    """`count` start states: problems in a random order, cycled, one trajectory of each.
 
-    Each is cut at a uniform multiple of `grid` tokens of at most `most` of its length; 0 is the bare
+    Each is cut at a uniform multiple of `grid` tokens, at most `most` of its length; 0 is the bare
     problem. An empty store gives none.
     """
     problems = sorted({one.problem for one in self.stored})

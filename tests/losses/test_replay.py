@@ -41,7 +41,7 @@ def test_the_key_decides_and_nothing_else():
 
 @pytest.mark.parametrize("state", list(itertools.product([False, True], repeat=4)))
 def test_endpoint_rule(state):
-  """The critic only where the chunk is full, budget is left, and nothing is finished or answered."""
+  """The critic only where the chunk is full, budget is left, nothing is finished or answered."""
   reached, out, finished, answered = state
   arguments = dict(reached_chunk=reached, out_of_budget=out, finished=finished, answered=answered)
   if state[:3] == (False, False, False):
