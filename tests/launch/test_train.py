@@ -1,0 +1,183 @@
+"""`launch.train` from outside: it survives kill -9 bit for bit, and faults are one line."""
+
+import json
+import os
+import pathlib
+import signal
+import time
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from agentrl_jax.orchestrate import tiny
+from configs import tiny_rl
+from tests.launch.commands import finish, run, start
+
+STEPS = 4
+
+
+def experiment():
+  """Four steps of four groups of four episodes on a model of one layer, a checkpoint every two."""
+  config = tiny_rl()
+  config.model = os.environ["AGENTRL_TEST_MODEL"]
+  config.tasks.data_dir = os.environ["AGENTRL_TEST_DATA"]
+  config.tasks.train_tasks, config.tasks.held_out_tasks = 64, 8
+  config.steps, config.concurrency, config.checkpoint_every = STEPS, 16, 2
+  config.engine.slots = 16
+  config.batch.groups, config.batch.members = 4, 4
+  config.batch.row_length, config.batch.micro_rows, config.batch.only_mixed = 128, 4, False
+  config.evaluation.tasks, config.evaluation.samples = 4, 2
+  config.limits.turn_tokens = 8
+  return config
+
+
+def command(workdir: pathlib.Path, *more: str) -> list[str]:
+  config = "--config=config:tests.launch.test_train.experiment"
+  return ["launch.train", config, f"--workdir={workdir}", *more]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+  """What the configuration above reads from the environment, and a shared compilation cache."""
+  root = tmp_path_factory.mktemp("train")
+  tiny.tiny_llama(vocab_size=300, embed=32, layers=1, heads=2, kv_heads=1, ffw=64)(root / "model")
+  return {
+    "AGENTRL_TEST_MODEL": str(root / "model"),
+    "AGENTRL_TEST_DATA": str(root / "tasks"),
+    "JAX_COMPILATION_CACHE_DIR": str(root / "cache"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+  }
+
+
+@pytest.fixture(scope="module")
+def whole(places, tmp_path_factory):
+  """The work directory of a run that nothing disturbed, and what it printed."""
+  workdir = tmp_path_factory.mktemp("whole") / "run"
+  code, output = run(command(workdir), **places)
+  assert code == 0, output[-3000:]
+  return workdir, output
+
+
+def rows(workdir: pathlib.Path) -> list[dict]:
+  """The metrics without clocks."""
+  lines = (workdir / "metrics.jsonl").read_text().splitlines()
+  return [
+    {k: v for k, v in json.loads(line).items() if not k.startswith("seconds/")} for line in lines
+  ]
+
+
+def episodes(workdir: pathlib.Path) -> list[dict]:
+  """Every episode of every step, without clocks."""
+  found = []
+  for path in sorted((workdir / "trajectories").glob("step_??????.jsonl")):
+    found += [json.loads(line) | {"timings": None} for line in path.read_text().splitlines()]
+  return found
+
+
+def test_a_run_leaves_what_the_readme_names(whole):
+  workdir, output = whole
+  names = {path.name for path in workdir.iterdir()}
+  assert names >= {
+    "config.json", "run.json", "metrics.jsonl", "tensorboard", "trajectories", "evaluation",
+    "report.png", "checkpoints", "model",
+  }  # fmt: skip
+  assert [row["step"] for row in rows(workdir)] == list(range(STEPS))
+  assert len(episodes(workdir)) == STEPS * 16
+  assert f"step {STEPS}/{STEPS}" in output
+  assert all(row["mismatch_max"] <= 1e-4 for row in rows(workdir))
+  assert all(row["on_policy_share"] == 1.0 for row in rows(workdir))
+
+
+def test_training_changed_every_weight(whole, places):
+  workdir, _ = whole
+  before = load_file(pathlib.Path(places["AGENTRL_TEST_MODEL"]) / "model.safetensors")
+  after = load_file(workdir / "model" / "model.safetensors")
+  assert before.keys() == after.keys()
+  assert all(np.any(before[name] != after[name]) for name in before)
+
+
+@pytest.mark.parametrize("lines", [1, 3], ids=["before a checkpoint", "between checkpoints"])
+def test_kill_9_and_the_same_command_give_the_same_run_bit_for_bit(lines, whole, places, tmp_path):
+  workdir = tmp_path / "run"
+  process = start(command(workdir), **places)
+  metrics = workdir / "metrics.jsonl"
+  deadline = time.monotonic() + 240
+  while not metrics.exists() or len(metrics.read_text().splitlines()) < lines:
+    assert process.poll() is None, process.communicate()[0][-3000:]
+    assert time.monotonic() < deadline, f"no {lines} steps within 240 s"
+    time.sleep(0.02)
+  process.send_signal(signal.SIGKILL)
+  finish(process)
+  code, output = run(command(workdir), **places)
+  assert code == 0, output[-3000:]
+  assert ("resuming after step 2" in output) == (lines == 3)
+  undisturbed, _ = whole
+  assert rows(workdir) == rows(undisturbed)
+  assert episodes(workdir) == episodes(undisturbed)
+  for path in sorted((undisturbed / "evaluation").iterdir()):
+    assert (workdir / "evaluation" / path.name).read_text() == path.read_text()
+  ours, theirs = (load_file(d / "model" / "model.safetensors") for d in (workdir, undisturbed))
+  assert all(ours[name].tobytes() == theirs[name].tobytes() for name in theirs)
+
+
+def test_the_written_configuration_runs_again(whole, places):
+  workdir, _ = whole
+  code, output = run(
+    ["launch.train", f"--config=config_file:{workdir}/config.json", f"--workdir={workdir}"],
+    **places,
+  )
+  assert code == 0, output[-3000:]
+  assert f"resuming after step {STEPS}" in output
+
+
+def one_error(output: str) -> str:
+  """The one line that says what was wrong; a traceback is no answer."""
+  assert "Traceback" not in output
+  (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
+  return line
+
+
+@pytest.mark.parametrize(
+  ("more", "message"),
+  [
+    (["--config=set:algorithm.hig=0.3"], "algorithm.hig"),
+    (["--config=set:algorithm.high=much"], "much"),
+    (["--config=set:steps=0"], "steps is 0, expected at least 1"),
+    (['--config=set:model="nowhere"'], "nowhere"),
+    (['--config=set:mesh={"rows": 2}'], "rows"),
+    (["--config=set:batch.row_length=16"], "samples of"),
+  ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_configuration_is_one_line(more, message, places, tmp_path):
+  code, output = run(command(tmp_path / "run", *more), **places)
+  assert code == 1
+  assert message in one_error(output)
+
+
+def test_an_unknown_architecture_is_named(places, tmp_path):
+  (tmp_path / "model").mkdir()
+  config = {"architectures": ["Gpt9ForCausalLM"], "model_type": "gpt9"}
+  (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+  more = f'--config=set:model="{tmp_path}/model"'
+  code, output = run(command(tmp_path / "run", more), **places)
+  assert code == 1
+  assert "gpt9" in one_error(output).lower()
+
+
+def test_two_runs_do_not_share_a_work_directory(places, tmp_path):
+  first = start(command(tmp_path / "run", "--config=set:steps=1000"), **places)
+  try:
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "run.json").exists():
+      assert time.monotonic() < deadline and first.poll() is None
+      time.sleep(0.05)
+    code, output = run(command(tmp_path / "run"), **places)
+    assert code == 1
+    assert "in use by another process" in one_error(output)
+    first.send_signal(signal.SIGINT)
+    code, output = finish(first, 120)
+    assert code == 130, output[-2000:]
+    assert "Traceback" not in output
+  finally:
+    first.kill()
