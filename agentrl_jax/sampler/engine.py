@@ -143,6 +143,10 @@ class EmbeddedEngine:
     self._weights, self._version = fresh, version
     self._forget()
 
+  async def flush(self) -> None:
+    """Drops all kept prefixes: what follows is bit for bit what a new engine would give."""
+    self._forget()
+
   async def close(self) -> None:
     """Fails what is under way and frees the cache. Idempotent."""
     self._closed = True
@@ -371,7 +375,7 @@ class EmbeddedEngine:
       self._waiting.remove(request)
 
   def _forget(self) -> None:
-    """The one place that ensures that no key or value outlives the weights it was made with."""
+    """The one place where kept keys and values are dropped, with the weights that made them."""
     self._residency.clear()
     for request in self._running:
       request.begun = False

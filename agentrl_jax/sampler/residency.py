@@ -21,9 +21,11 @@ class Residency:
     self._tick = 0
 
   def clear(self) -> None:
-    """Nothing is valid any more (new weights); busy rows stay with their requests."""
+    """Nothing is valid any more; busy rows stay with their requests, the others are as when new."""
     self.tokens[:] = EMPTY
     self.length[:] = 0
+    self.used[:] = 0
+    self._tick = 0
 
   def append(self, row: int, ids: Int[np.ndarray, "N"]) -> None:
     """Keys and values of `ids` now follow what the row held."""

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from agentrl_jax.rollout.engine import Generation, SamplingParams
 from agentrl_jax.sampler.residency import Residency, common_prefix
 
+LOOKAHEAD = 4  # times the number of rows: waiting requests that are considered for admission
 WORTH_WAITING = 16  # tokens of prefill that a request saves by waiting for another's prefix
 
 
@@ -105,8 +106,8 @@ class Decode:
 def admission_order(waiting: Sequence[Request], residency: Residency) -> list[Request]:
   """Requests that go on where a free row ends come first: a new one could evict what they need.
 
-  Otherwise in order of arrival. An episode has few turns, so a new request waits only as long as
-  if episodes owned their rows.
+  Otherwise in order of arrival, and only the oldest are considered. An episode has few turns, so a
+  new request waits only as long as if episodes owned their rows.
   """
   free = np.flatnonzero(~residency.busy)
 
@@ -114,7 +115,8 @@ def admission_order(waiting: Sequence[Request], residency: Residency) -> list[Re
     match, length = residency.matches(request.context)[free], residency.length[free]
     return bool(np.any((match == length) & (length > 0)))
 
-  return sorted(waiting, key=lambda request: not goes_on(request))
+  oldest = waiting[: LOOKAHEAD * len(residency.busy)]
+  return sorted(oldest, key=lambda request: not goes_on(request))
 
 
 def plan_copy(requests: Sequence[Request], residency: Residency) -> Copy:

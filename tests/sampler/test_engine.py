@@ -30,7 +30,7 @@ CONFIG = llama.Config(
   tied=True,
 )
 MODEL = llama.bind(CONFIG)
-BUCKETS = Buckets(rows=(2, SLOTS), chunk=(16,), length=(32, CONTEXT))
+BUCKETS = Buckets(rows=(2, SLOTS), chunk=(32,), length=(32, CONTEXT))
 FEW_SHOT = list(range(20, 40))
 
 
@@ -121,7 +121,7 @@ def _close(a, b):
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_logp_equals_the_learners(weights, temperature):
-  prompts = _prompts(11)  # more than slots, of ragged lengths
+  prompts = _prompts(11, high=50)  # more than slots, of ragged lengths, some prefilled in two calls
   params = [_params(seed=i, temperature=temperature) for i in range(11)]
   for prompt, g in zip(prompts, _gather(_engine(weights), prompts, params), strict=True):
     expected = _learner_logp(weights, prompt, g.ids, temperature)
@@ -168,8 +168,8 @@ def test_seeds_of_engine_and_request_both_matter(weights):
 
 
 def test_the_sampled_distribution_is_the_models(weights):
-  """First tokens of 2000 requests against exp(log-prob) of every id: Pearson, five deviations."""
-  prompt, count = FEW_SHOT[:5], 2000
+  """First tokens of 600 requests against exp(log-prob) of every id: Pearson, five deviations."""
+  prompt, count = FEW_SHOT[:5], 600
   engine = _engine(weights)
   found = _gather(engine, [prompt] * count, [_params(seed=i, new=1) for i in range(count)])
   seen = np.bincount([int(g.ids[0]) for g in found], minlength=VOCAB)
