@@ -11,11 +11,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 
 # Libraries speak only of what went wrong; what the run does is said by its own lines.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-flags.FLAGS.set_default("verbosity", -2)
+
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
@@ -27,6 +27,8 @@ def run(main: Callable[[Sequence[str]], int | None], *, positional: int = 0) -> 
   """
 
   def guarded(arguments: Sequence[str]) -> int:
+    if not flags.FLAGS["verbosity"].present:
+      logging.set_verbosity(logging.ERROR)
     if len(arguments) > 1 + positional:
       unexpected = arguments[1 + positional]
       print(f"unexpected argument {unexpected!r}: flags are written --name=value", file=sys.stderr)

@@ -4,7 +4,9 @@ TensorFlow.
 Apart from `datasets.py` because it is slow to import: only a run that stores tasks pays for it.
 """
 
+import contextlib
 import dataclasses
+import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -48,7 +50,8 @@ def prepare(lines: Sequence[str], config_name: str, data_dir: str) -> str:
   tfds.disable_progress_bar()
   config = RecordsConfig(name=config_name, lines=lines)
   builder = TaskRecords(config=config, data_dir=data_dir, file_format="array_record")
-  builder.download_and_prepare()
+  with contextlib.redirect_stdout(io.StringIO()):  # it announces a download that is none
+    builder.download_and_prepare()
   return str(builder.data_dir)
 
 

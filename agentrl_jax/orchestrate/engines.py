@@ -50,6 +50,12 @@ class Host(Protocol):
     """Brings a dead engine back, serving `weights`. Raises EngineError or PushError if not."""
     ...
 
+  async def flush(self) -> None:
+    """Drops what the engine remembers of earlier prompts, where samples are reproducible at all: a
+    run that was resumed must not differ by what its engine had cached.
+    """
+    ...
+
   async def close(self) -> None:
     """Stops what was started for this run, and nothing else. Idempotent."""
     ...
@@ -150,6 +156,9 @@ class _Embedded:
   async def revive(self, weights: Any, version: int) -> None:
     await self.publisher.publish(weights, version)
 
+  async def flush(self) -> None:
+    await self.engine.flush()
+
   async def close(self) -> None:
     await self.publisher.close()
     await self.engine.close()
@@ -169,6 +178,9 @@ class _SGLang:
     await self.publisher.recover()
     if version:
       await self.serve(weights, version)
+
+  async def flush(self) -> None:
+    """Nothing: SGLang's samples depend on timing, so no two runs of it are equal anyway."""
 
   async def close(self) -> None:
     await self.publisher.close()

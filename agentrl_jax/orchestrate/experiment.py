@@ -97,5 +97,10 @@ class Experiment:
       raise ValueError(f"steps is {self.steps}, expected at least 1")
     if self.dtype not in ("float32", "bfloat16"):
       raise ValueError(f"dtype is {self.dtype!r}, expected float32 or bfloat16")
+    if self.batch.row_length <= self.limits.context_tokens:
+      raise ValueError(
+        f"batch.row_length is {self.batch.row_length}, expected more than limits.context_tokens, "
+        f"{self.limits.context_tokens}: a cut episode takes one position more"
+      )
     if self.checkpoint_every < 1:
       raise ValueError(f"checkpoint_every is {self.checkpoint_every}, expected at least 1")

@@ -134,6 +134,7 @@ async def measure(run: Run, name: str) -> None:
       recover=run.recover,
     )
     write_records(records, path)
+    await run.host.flush()
   score = summary(read_records(path))
   run.progress.say(
     f"held-out {name}: success {score['success']:.3f} ± {score['success_standard_error']:.3f}"

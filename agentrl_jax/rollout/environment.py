@@ -76,7 +76,7 @@ class Env(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Opening:
-  """A freshly built environment and what the policy sees first. Group members share `state_hash`."""
+  """A new environment and what the policy sees first. Group members share `state_hash`."""
 
   env: Env
   messages: Sequence[Message]

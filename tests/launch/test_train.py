@@ -6,19 +6,20 @@ import pathlib
 import signal
 import time
 
+import fiddle as fdl
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from agentrl_jax.orchestrate import tiny
-from configs import tiny_rl
+from configs import tiny_rl, tiny_sft
 from tests.launch.commands import finish, run, start
 
 STEPS = 4
 
 
 def experiment():
-  """Four steps of four groups of four episodes on a model of one layer, a checkpoint every two."""
+  """Four steps of four groups of four episodes on a tiny model, a checkpoint every two."""
   config = tiny_rl()
   config.model = os.environ["AGENTRL_TEST_MODEL"]
   config.tasks.data_dir = os.environ["AGENTRL_TEST_DATA"]
@@ -26,9 +27,23 @@ def experiment():
   config.steps, config.concurrency, config.checkpoint_every = STEPS, 16, 2
   config.engine.slots = 16
   config.batch.groups, config.batch.members = 4, 4
-  config.batch.row_length, config.batch.micro_rows, config.batch.only_mixed = 128, 4, False
+  config.batch.row_length, config.batch.micro_rows, config.batch.only_mixed = 160, 4, False
   config.evaluation.tasks, config.evaluation.samples = 4, 2
   config.limits.turn_tokens = 8
+  return config
+
+
+def supervised():
+  """Enough of the task's form for rewards to differ."""
+  config = tiny_sft()
+  config.model = os.environ["AGENTRL_TEST_MODEL"] + "-base"
+  config.make_model = fdl.Config(
+    tiny.tiny_llama, vocab_size=300, embed=64, layers=2, heads=2, kv_heads=1, ffw=128
+  )
+  config.episodes.tasks.data_dir = os.environ["AGENTRL_TEST_DATA"]
+  config.episodes.tasks.train_tasks, config.episodes.tasks.held_out_tasks = 64, 8
+  config.episodes.count, config.steps, config.episodes_per_step = 64, 60, 16
+  config.row_length, config.micro_rows = 160, 4
   return config
 
 
@@ -41,13 +56,17 @@ def command(workdir: pathlib.Path, *more: str) -> list[str]:
 def places(tmp_path_factory):
   """What the configuration above reads from the environment, and a shared compilation cache."""
   root = tmp_path_factory.mktemp("train")
-  tiny.tiny_llama(vocab_size=300, embed=32, layers=1, heads=2, kv_heads=1, ffw=64)(root / "model")
-  return {
+  environment = {
     "AGENTRL_TEST_MODEL": str(root / "model"),
     "AGENTRL_TEST_DATA": str(root / "tasks"),
     "JAX_COMPILATION_CACHE_DIR": str(root / "cache"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
   }
+  config = "--config=config:tests.launch.test_train.supervised"
+  code, output = run(["launch.sft", config, f"--workdir={root}/sft"], **environment)
+  assert code == 0, output[-3000:]
+  (root / "sft" / "model").rename(root / "model")
+  return environment
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +165,7 @@ def one_error(output: str) -> str:
     (["--config=set:steps=0"], "steps is 0, expected at least 1"),
     (['--config=set:model="nowhere"'], "nowhere"),
     (['--config=set:mesh={"rows": 2}'], "rows"),
-    (["--config=set:batch.row_length=16"], "samples of"),
+    (["--config=set:batch.row_length=16"], "expected more than limits.context_tokens, 128"),
   ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_configuration_is_one_line(more, message, places, tmp_path):
