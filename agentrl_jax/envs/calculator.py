@@ -216,8 +216,8 @@ def _invalid(reason: str) -> Step:
 SYSTEM = "Use calc, then answer."
 EXAMPLES = (
   ("Ann has 12 pens and buys 7 more. How many pens?", "12+7", "19"),
-  ("Tom had 30 cards and lost 4. How many are left?", "30-4", "26"),
-  ("3 bags hold 5 apples each. How many apples?", "3*5", "15"),
+  ("Tom has 30 cards and loses 4. How many cards?", "30-4", "26"),
+  ("Sam has 15 bags with 3 eggs each. How many eggs?", "15*3", "45"),
 )
 
 
@@ -288,29 +288,33 @@ class Split:
   two_step: tuple[Template, ...]
 
 
-_LL = {"a": "large", "b": "large"}
-_LS = {"a": "large", "b": "small"}
-_LLL = {"a": "large", "b": "large", "c": "large"}
-_LSL = {"a": "large", "b": "small", "c": "large"}
+_TWO = {"a": "large", "b": "small"}
+_THREE = {"a": "large", "b": "small", "c": "small"}
 
 TRAIN = Split(
   small=range(2, 6),
   large=range(10, 50),
   one_step=(
-    Template("{who} has {a} {what} and buys {b} more. How many {what}?", "{a}+{b}", _LL),
-    Template("{a} {what} are red and {b} are blue. How many {what}?", "{a}+{b}", _LL),
-    Template("{who} had {a} {what} and lost {b}. How many are left?", "{a}-{b}", _LL),
-    Template("{who} has {a} {what} and gives away {b}. How many remain?", "{a}-{b}", _LL),
-    Template("{b} bags hold {a} {what} each. How many {what}?", "{b}*{a}", _LS),
-    Template("{who} buys {a} {what} for {b} dollars each. What is the cost?", "{a}*{b}", _LS),
-    Template("{who} shares {a} {what} among {b} friends. How many each?", "{a}/{b}", _LS),
+    Template("{who} has {a} {what} and buys {b} more. How many {what}?", "{a}+{b}", _TWO),
+    Template("{who} finds {a} {what} and then {b} more. How many {what}?", "{a}+{b}", _TWO),
+    Template("{who} has {a} {what} and loses {b}. How many {what}?", "{a}-{b}", _TWO),
+    Template("{who} had {a} {what} and gave away {b}. How many {what}?", "{a}-{b}", _TWO),
+    Template("{who} has {a} bags with {b} {what} each. How many {what}?", "{a}*{b}", _TWO),
+    Template("{who} buys {a} {what} for {b} dollars each. What is the cost?", "{a}*{b}", _TWO),
   ),
   two_step=(
     Template(
-      "{who} has {a} {what}, buys {b} more and loses {c}. How many are left?", "{a}+{b}-{c}", _LLL
+      "{who} has {a} {what}, buys {b} more and loses {c}. How many {what}?", "{a}+{b}-{c}", _THREE
     ),
     Template(
-      "{b} bags hold {a} {what} each and {c} lie loose. How many {what}?", "{b}*{a}+{c}", _LSL
+      "{who} has {a} bags with {b} {what} each and {c} more {what}. How many {what}?",
+      "{a}*{b}+{c}",
+      _THREE,
+    ),
+    Template(
+      "{b} friends share {a} {what}, and each buys {c} more. How many {what} each?",
+      "{a}/{b}+{c}",
+      _THREE,
     ),
   ),
 )
@@ -318,22 +322,28 @@ HELD_OUT = Split(
   small=range(6, 10),
   large=range(50, 100),
   one_step=(
-    Template("A box holds {a} {what}. {who} puts in {b}. How many {what} now?", "{a}+{b}", _LL),
-    Template("{who} finds {a} {what} today and {b} later. How many in all?", "{a}+{b}", _LL),
-    Template("Of {a} {what}, {who} sells {b}. How many are not sold?", "{a}-{b}", _LL),
-    Template("A shop has {a} {what}. It uses {b}. How many stay?", "{a}-{b}", _LL),
-    Template("There are {b} rows of {a} {what}. How many {what}?", "{b}*{a}", _LS),
-    Template("{who} packs {a} {what} a day for {b} days. How many {what}?", "{a}*{b}", _LS),
-    Template("{a} {what} fill {b} equal jars. How many in one jar?", "{a}/{b}", _LS),
+    Template("A box holds {a} {what}. {who} puts in {b} more. How many {what}?", "{a}+{b}", _TWO),
+    Template("There are {a} {what} and {b} more come. How many {what}?", "{a}+{b}", _TWO),
+    Template("{who} makes {a} {what} and sells {b}. How many {what} stay?", "{a}-{b}", _TWO),
+    Template("A shop has {a} {what}. It uses {b}. How many {what} stay?", "{a}-{b}", _TWO),
+    Template("There are {a} rows of {b} {what}. How many {what}?", "{a}*{b}", _TWO),
+    Template("{who} packs {a} {what} a day for {b} days. How many {what}?", "{a}*{b}", _TWO),
   ),
   two_step=(
     Template(
-      "A box holds {a} {what}. {who} puts in {b} and takes out {c}. How many now?",
+      "A box holds {a} {what}. {who} puts in {b} and takes out {c}. How many {what}?",
       "{a}+{b}-{c}",
-      _LLL,
+      _THREE,
     ),
     Template(
-      "There are {b} rows of {a} {what} and {c} in a heap. How many {what}?", "{b}*{a}+{c}", _LSL
+      "There are {a} rows of {b} {what} and {c} in a heap. How many {what}?",
+      "{a}*{b}+{c}",
+      _THREE,
+    ),
+    Template(
+      "{a} {what} fill {b} equal jars, then each gets {c} more. How many {what} a jar?",
+      "{a}/{b}+{c}",
+      _THREE,
     ),
   ),
 )

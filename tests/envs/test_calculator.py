@@ -80,23 +80,23 @@ def test_splits_share_no_template_and_no_number():
 
 def test_generated_problems_are_stable():
   """Golden values: a change here changes every published curve."""
-  task = calculator.make_task("train", 4)
+  task = calculator.make_task("train", 0)
   assert task == Task(
     "calculator",
     "train",
-    4,
+    0,
     {
-      "question": "Eva shares 34 coins among 2 friends. How many each?",
-      "answer": "17",
-      "expression": "34/2",
+      "question": "Ann finds 21 cups and then 2 more. How many cups?",
+      "answer": "23",
+      "expression": "21+2",
       "steps": 1,
     },
   )
-  two = calculator.make_task("train", 1, two_step=0.3).params
-  assert two["question"] == "Dan has 30 cards, buys 34 more and loses 43. How many are left?"
-  assert (two["expression"], two["answer"], two["steps"]) == ("30+34-43", "21", 2)
+  two = calculator.make_task("train", 0, two_step=0.5).params
+  assert two["question"] == "Ann has 21 cups, buys 2 more and loses 5. How many cups?"
+  assert (two["expression"], two["answer"], two["steps"]) == ("21+2-5", "18", 2)
   held_out = calculator.make_task("held_out", 0).params
-  assert held_out["question"] == "A shop has 88 shells. It uses 87. How many stay?"
+  assert held_out["question"] == "A shop has 88 shells. It uses 6. How many shells stay?"
 
 
 def test_tasks_are_different_questions_and_repeat_by_seed():
