@@ -101,7 +101,6 @@ PenaltyFn = Callable[[PolicyEval, LossBatch], Float[Array, "B T"]]
 WeightFn = Callable[[TrajectoryBatch, Aux, Credit], Float[Array, "B T"]]
 LossFn = Callable[[PolicyEval, LossBatch], tuple[Float[Array, ""], Metrics]]
 CheckFn = Callable[[TrajectoryBatch], None]  # on numpy arrays, raises ValueError
-CheckFn = Callable[[TrajectoryBatch], None]  # on numpy arrays, raises ValueError
 
 
 class Algorithm(NamedTuple):
