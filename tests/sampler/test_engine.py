@@ -437,8 +437,8 @@ def test_close_fails_what_runs_and_what_comes_after(weights):
 
 
 def test_weights_that_are_not_finite_are_an_error_and_leave_no_trace(weights):
-  broken = weights.replace(final_norm=weights.final_norm * jnp.nan)
   with jax.debug_nans(False):
+    broken = weights.replace(final_norm=weights.final_norm * jnp.nan)
     engine = _engine(weights)
     asyncio.run(engine.load(broken, 1))
     with pytest.raises(EngineError, match="log-prob nan of sampled token 0 is not finite"):
