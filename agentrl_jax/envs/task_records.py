@@ -57,4 +57,5 @@ def prepare(lines: Sequence[str], config_name: str, data_dir: str) -> str:
 
 def open_records(directory: str) -> Any:
   """Random access to prepared records: `len`, and `[i]["task"]` as bytes or text."""
-  return tfds.builder_from_directory(directory).as_data_source(SPLIT)
+  builder: Any = tfds.builder_from_directory(directory)  # its decorators hide the signatures
+  return builder.as_data_source(SPLIT)
