@@ -62,13 +62,12 @@ class Buckets:
 
 
 def default_buckets(slots: int, context: int) -> Buckets:
-  """Few shapes: rows fall by four (few rows cost almost as much as four times as many), chunks
-  double, lengths are quarters of the context in multiples of 64.
+  """Few shapes, since each is a program to compile: rows fall by four (few rows cost almost as much
+  as four times as many), chunks too, and only long contexts are worth a second and third length.
   """
-  rows = sorted({max(1, slots // 4**i) for i in range(slots.bit_length())})
-  chunk = [size for size in (8, 16, 32, 64, 128) if size < context] + [min(256, context)]
-  quarters = [-(-context * i // 256) * 64 for i in (1, 2, 3)]
-  length = [size for size in sorted(set(quarters)) if size < context] + [context]
+  rows = sorted({max(1, slots // 4**i) for i in range(3)})
+  chunk = [size for size in (16, 64) if size < context] + [min(256, context)]
+  length = [size for size in (512, 2048) if size < context] + [context]
   return Buckets(tuple(rows), tuple(chunk), tuple(length))
 
 

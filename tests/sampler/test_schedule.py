@@ -130,11 +130,11 @@ def test_requests_that_go_on_are_admitted_before_new_ones():
 
 def test_default_buckets():
   found = schedule.default_buckets(32, 256)
-  assert found.rows == (1, 2, 8, 32)
-  assert found.chunk == (8, 16, 32, 64, 128, 256)
-  assert found.length == (64, 128, 192, 256)
+  assert (found.rows, found.chunk, found.length) == ((2, 8, 32), (16, 64, 256), (256,))
+  long = schedule.default_buckets(64, 4096)
+  assert (long.rows, long.chunk, long.length) == ((4, 16, 64), (16, 64, 256), (512, 2048, 4096))
   small = schedule.default_buckets(3, 40)
-  assert (small.rows, small.chunk, small.length) == ((1, 3), (8, 16, 32, 40), (40,))
+  assert (small.rows, small.chunk, small.length) == ((1, 3), (16, 40), (40,))
 
 
 def test_fit_takes_the_smallest_bucket_that_holds():
