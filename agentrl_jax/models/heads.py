@@ -5,15 +5,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from agentrl_jax.models.model import ParamSpec
+from agentrl_jax.models.model import param
 
 
 @flax.struct.dataclass
 class ValueHead:
   """A linear map from the hidden state to one number."""
 
-  weight: Float[Array, "D"] | ParamSpec
-  bias: Float[Array, ""] | ParamSpec
+  weight: Float[Array, "D"]
+  bias: Float[Array, ""]
 
 
 def _zeros(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
@@ -24,8 +24,8 @@ def _zeros(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Arra
 def abstract_value_head(embed: int) -> ValueHead:
   """Starts at zero: the first value of every state is 0, whatever the model."""
   return ValueHead(
-    weight=ParamSpec((embed,), jnp.float32, ("embed",), _zeros),
-    bias=ParamSpec((), jnp.float32, (), _zeros),
+    weight=param((embed,), ("embed",), _zeros),
+    bias=param((), (), _zeros),
   )
 
 

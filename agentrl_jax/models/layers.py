@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from agentrl_jax.models.model import ParamSpec
+from agentrl_jax.models.model import param
 
 Matmul = Callable[[Array, Any], Array]  # (x [..., in], weight [in, out]) -> [..., out] in x's dtype
 
@@ -112,17 +112,17 @@ def rotate(x: Float[Array, "B T N H"], by: Rotation) -> Float[Array, "B T N H"]:
 class Attention:
   """Projections of grouped-query attention."""
 
-  query: Float[Array, "D N*H"] | ParamSpec
-  key: Float[Array, "D K*H"] | ParamSpec
-  value: Float[Array, "D K*H"] | ParamSpec
-  output: Float[Array, "N*H D"] | ParamSpec
+  query: Float[Array, "D N*H"]
+  key: Float[Array, "D K*H"]
+  value: Float[Array, "D K*H"]
+  output: Float[Array, "N*H D"]
 
   @classmethod
   def abstract(
     cls, layers: int, embed: int, heads: int, kv_heads: int, head_dim: int
   ) -> "Attention":
-    def spec(inputs: int, outputs: int, axes: tuple[str, str]) -> ParamSpec:
-      return ParamSpec((layers, inputs, outputs), jnp.float32, ("layers", *axes), scaled_normal)
+    def spec(inputs: int, outputs: int, axes: tuple[str, str]) -> Any:
+      return param((layers, inputs, outputs), ("layers", *axes), scaled_normal)
 
     return cls(
       query=spec(embed, heads * head_dim, ("embed", "heads")),
@@ -161,14 +161,14 @@ def attention(
 class MLP:
   """Gated MLP: down(silu(gate x) * up x) (Shazeer 2020)."""
 
-  gate: Float[Array, "D F"] | ParamSpec
-  up: Float[Array, "D F"] | ParamSpec
-  down: Float[Array, "F D"] | ParamSpec
+  gate: Float[Array, "D F"]
+  up: Float[Array, "D F"]
+  down: Float[Array, "F D"]
 
   @classmethod
   def abstract(cls, layers: int, embed: int, ffw: int) -> "MLP":
-    wide = ParamSpec((layers, embed, ffw), jnp.float32, ("layers", "embed", "ffw"), scaled_normal)
-    down = ParamSpec((layers, ffw, embed), jnp.float32, ("layers", "ffw", "embed"), scaled_normal)
+    wide = param((layers, embed, ffw), ("layers", "embed", "ffw"), scaled_normal)
+    down = param((layers, ffw, embed), ("layers", "ffw", "embed"), scaled_normal)
     return cls(gate=wide, up=wide, down=down)
 
 

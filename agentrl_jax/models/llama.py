@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from agentrl_jax.models import attention, layers
-from agentrl_jax.models.model import Family, Model, ParamSpec, Rule, unstack
+from agentrl_jax.models.layers import RopeScaling
+from agentrl_jax.models.model import Family, Model, Rule, param, unstack
 
 # A transformation of the scanned layer function, such as `functools.partial(jax.checkpoint,
 # policy=...)`.
@@ -39,7 +40,7 @@ class Config:
   head_dim: int
   max_position: int
   rope_theta: float = 10000.0
-  rope_scaling: layers.RopeScaling | None = None
+  rope_scaling: RopeScaling | None = None
   norm_epsilon: float = 1e-6
   tied: bool = False  # the unembedding is the transposed embedding
   bos_token_id: int | None = None
@@ -49,9 +50,9 @@ class Config:
 
 @flax.struct.dataclass
 class Layer:
-  attention_norm: Float[Array, "D"] | ParamSpec
+  attention_norm: Float[Array, "D"]
   attention: layers.Attention
-  mlp_norm: Float[Array, "D"] | ParamSpec
+  mlp_norm: Float[Array, "D"]
   mlp: layers.MLP
 
 
@@ -61,10 +62,10 @@ class LlamaWeights:
   `model.unstack`).
   """
 
-  embedding: Float[Array, "V D"] | ParamSpec
+  embedding: Float[Array, "V D"]
   layers: Layer | tuple[Layer, ...]
-  final_norm: Float[Array, "D"] | ParamSpec
-  unembedding: Float[Array, "D V"] | ParamSpec | None  # None where tied
+  final_norm: Float[Array, "D"]
+  unembedding: Float[Array, "D V"] | None  # None where tied
 
 
 def bind(config: Config) -> Model:
@@ -78,9 +79,10 @@ def _embedding_init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.A
 
 def abstract(config: Config) -> LlamaWeights:
   depth, embed, vocab = config.layers, config.embed, config.vocab_size
-  norm = ParamSpec((depth, embed), jnp.float32, ("layers", None), layers.ones)
+  norm = param((depth, embed), ("layers", None), layers.ones)
+  head = None if config.tied else param((embed, vocab), ("embed", "vocab"), layers.scaled_normal)
   return LlamaWeights(
-    embedding=ParamSpec((vocab, embed), jnp.float32, ("vocab", "embed"), _embedding_init),
+    embedding=param((vocab, embed), ("vocab", "embed"), _embedding_init),
     layers=Layer(
       attention_norm=norm,
       attention=layers.Attention.abstract(
@@ -89,10 +91,8 @@ def abstract(config: Config) -> LlamaWeights:
       mlp_norm=norm,
       mlp=layers.MLP.abstract(depth, embed, config.ffw),
     ),
-    final_norm=ParamSpec((embed,), jnp.float32, (None,), layers.ones),
-    unembedding=None
-    if config.tied
-    else ParamSpec((embed, vocab), jnp.float32, ("embed", "vocab"), layers.scaled_normal),
+    final_norm=param((embed,), (None,), layers.ones),
+    unembedding=head,
   )
 
 
@@ -151,7 +151,10 @@ def forward(
 
 
 def unembedding(config: Config, weights: LlamaWeights) -> Float[Array, "D V"]:
-  return weights.embedding.T if config.tied else weights.unembedding
+  if config.tied:
+    return weights.embedding.T
+  assert weights.unembedding is not None
+  return weights.unembedding
 
 
 def init_cache(
@@ -282,7 +285,7 @@ def from_hf(fields: Mapping[str, Any]) -> Model:
   return bind(Config(head_dim=head_dim, rope_theta=theta, rope_scaling=scaling, **sizes))
 
 
-def _rope_from_hf(fields: Mapping[str, Any]) -> tuple[float, layers.RopeScaling | None]:
+def _rope_from_hf(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
   """Both spellings: `rope_parameters`, and the older `rope_theta` with `rope_scaling`."""
   rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
   theta = rope.get("rope_theta", fields.get("rope_theta", 10000.0))

@@ -28,6 +28,16 @@ class ParamSpec(NamedTuple):
   init: Initializer
 
 
+def param(
+  shape: tuple[int, ...],
+  axes: tuple[str | None, ...],
+  init: Initializer,
+  dtype: Any = jnp.float32,
+) -> Any:
+  """A `ParamSpec`, typed as the array whose place it holds in a tree of weights."""
+  return ParamSpec(shape, dtype, axes, init)
+
+
 class Rule(NamedTuple):
   """How one Hugging Face tensor lies in our tree: rename, stack and transpose, never a computation.
 

@@ -28,7 +28,7 @@ RULES: Rules = {
 BATCH = PartitionSpec(("data", "fsdp"), "context")  # of [B T] arrays
 
 
-def make_mesh(*, devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
+def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
   """A mesh with all five axes; those not named have size one.
 
   Raises:
