@@ -80,7 +80,7 @@ def load_weights(
     jax.make_array_from_callback(
       spec.shape,
       placement,
-      lambda index, s=spec, r=rule: _read_box(files, s, r, index, np.dtype(dtype)),
+      lambda index, s=spec, r=rule: _read_box(files, s, r, index or (), np.dtype(dtype)),
     )
     for (spec, rule), placement in zip(pairs(model), placements, strict=True)
   ]
