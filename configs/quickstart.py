@@ -16,12 +16,13 @@ def quickstart() -> fdl.Config[Experiment]:
   return fdl.Config(
     Experiment,
     model="models/smollm2-135m-instruct",
-    tasks=fdl.Config(tasksets.calculator),
+    tasks=fdl.Config(tasksets.calculator, two_step=0.0),
     algorithm=fdl.Config(recipes.grpo),
-    optimizer=fdl.Config(optim.adamw, learning_rate=1e-5, warmup_steps=2),
+    optimizer=fdl.Config(optim.adamw, learning_rate=3e-5, warmup_steps=2),
     engine=fdl.Config(engines.embedded),
-    steps=20,
+    steps=7,
+    checkpoint_every=2,
     limits=fdl.Config(Limits, turn_tokens=24, context_tokens=256),
-    batch=fdl.Config(Batch, groups=8, members=8, row_length=512, micro_rows=2, only_mixed=True),
-    evaluation=fdl.Config(Evaluation, tasks=64, samples=4),
+    batch=fdl.Config(Batch, groups=4, members=8, row_length=512, micro_rows=2, only_mixed=True),
+    evaluation=fdl.Config(Evaluation, tasks=48, samples=4),
   )
