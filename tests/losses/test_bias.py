@@ -12,6 +12,7 @@ from agentrl_jax.losses.advantages import (
   by_shared_std,
   group_relative,
   group_relative_turns,
+  leave_one_out,
   unscaled,
 )
 from tests.reference import batches
