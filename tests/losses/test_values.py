@@ -97,7 +97,7 @@ def test_explained_variance_adds_over_micro_batches():
   )
   expected = 1 - error.var() / target.var()
   _, metrics = value_loss()(policy, batch)
-  assert explained_variance(metrics) == pytest.approx(expected, abs=1e-5)
+  assert explained_variance(metrics) == pytest.approx(expected, rel=1e-5)
   halves = []
   for part in (slice(0, 7), slice(7, None)):
     weight = np.zeros_like(batch.credit.value_weight)
@@ -106,7 +106,7 @@ def test_explained_variance_adds_over_micro_batches():
     halves.append(value_loss()(policy, batch.replace(credit=credit))[1])
   total = {k: Metric(*(a + b for a, b in zip(halves[0][k], halves[1][k], strict=True)))
            for k in metrics}  # fmt: skip
-  assert explained_variance(total) == pytest.approx(expected, abs=1e-5)
+  assert explained_variance(total) == pytest.approx(expected, rel=1e-5)
   flat = {k: Metric(jnp.float32(0), jnp.float32(3)) for k in metrics}
   assert explained_variance(flat) == 0
 
