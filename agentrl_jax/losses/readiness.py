@@ -32,7 +32,7 @@ def critic_target(rewards: Sequence[float], *, least: int = 8) -> float | None:
 def audited(ready: Sequence[str], rng: np.random.Generator, *, share: float = 0.25) -> list[str]:
   """ceil(share x n) of the ready problems, which get full rollouts all the same."""
   count = math.ceil(len(ready) * Fraction(str(share)))
-  chosen = sorted(rng.permutation(len(ready))[:count].tolist())
+  chosen = sorted(int(i) for i in rng.permutation(len(ready))[:count])
   return [ready[i] for i in chosen]
 
 
