@@ -60,7 +60,7 @@ TABLE = {
     ("mean, own = jax.lax.stop_gradient((coarse(log_ratio, batch), log_ratio))", "mean, own = coarse(log_ratio, batch), jax.lax.stop_gradient(log_ratio)"),
     ("log_ratio = jnp.where(stale, jax.lax.stop_gradient(log_ratio), log_ratio)", "log_ratio = jnp.where(stale, log_ratio, log_ratio)"),
     ("bounded = sign * jnp.minimum(sign * log_ratio, sign * jnp.clip(log_ratio, -low, high))", "bounded = jnp.clip(log_ratio, -low, high)"),
-    ("return spread(unit_sum(log_ratio, units), units)", "return spread(unit_mean(log_ratio, units), units)"),
+    ("return spread(unit_sum(log_ratio, units), units)", "return spread(unit_mean(log_ratio, units) * 1.0, units)"),
     ("stale = (drift > max_kl) & (batch.credit.advantage < 0)", "stale = (drift < max_kl) & (batch.credit.advantage < 0)"),
     ("return jnp.log(mean)", "return mean - 1.0"),
   ]),
