@@ -62,7 +62,7 @@ def score(server):
 
 def reference(python, model, weights, source, directory):
   save_weights(model, weights, directory, copy_from=source)
-  (want,) = transformers_logp(python, directory, [(PROMPT[:1], PROMPT[1:])], 1.0)
+  (want,) = transformers_logp(python, directory, [(PROMPT[:1], PROMPT[1:], 1.0)])
   return want
 
 
