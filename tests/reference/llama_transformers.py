@@ -88,7 +88,10 @@ def save_case(out: pathlib.Path, name: str, changes: dict) -> None:
         parameter.uniform_(0.5, 1.5)
   stored = model if name != "untied_linear" else model.bfloat16()
   stored.save_pretrained(out / name, max_shard_size="20KB" if name == "untied_linear" else "1GB")
-  model = model.float()
+  # Read back, as a cast to bfloat16 also rounds the rotary frequencies, which are not stored.
+  model = transformers.LlamaForCausalLM.from_pretrained(
+    out / name, dtype=torch.float32, attn_implementation="eager"
+  ).eval()
   tokens = torch.randint(0, config.vocab_size, (2, 19))
   weighting = torch.randn(2, 18)
   logp = log_probs(model, tokens)

@@ -134,14 +134,16 @@ def test_flags_follow_the_platform():
   options = ServerOptions(Path("m"), dtype="bfloat16", tensor_parallel=2, extra=("--x", "1"))
   cpu = " ".join(server_arguments(options, 7, cuda=False))
   assert cpu == (
-    "-m sglang.launch_server --model-path m --host 127.0.0.1 --port 7 --dtype bfloat16 --tp-size 2 "
+    "-m sglang.launch_server --model-path m --host 127.0.0.1 --port 7 "
+    "--sleep-on-idle --dtype bfloat16 --tp-size 2 "
     "--device cpu --attention-backend torch_native --sampling-backend pytorch "
     "--disable-cuda-graph --grammar-backend none --max-total-tokens 65536 "
     "--skip-tokenizer-init --x 1"
   )
   cuda = " ".join(server_arguments(options, 7, cuda=True))
   assert cuda == (
-    "-m sglang.launch_server --model-path m --host 127.0.0.1 --port 7 --dtype bfloat16 --tp-size 2 "
+    "-m sglang.launch_server --model-path m --host 127.0.0.1 --port 7 "
+    "--sleep-on-idle --dtype bfloat16 --tp-size 2 "
     "--skip-tokenizer-init --x 1"
   )
   environment = server_environment(2, cuda=False)
