@@ -7,7 +7,7 @@ usage() {
 usage: bash launch/quickstart.sh [--engine=embedded|sglang] [--workdir=DIR] [flags of launch.train]
 
 Makes the environment, fetches SmolLM2-135M-Instruct, trains it with GRPO on word problems with a calculator, and
-says what changed: finishing, reliability, reach. About 15 minutes on two CPU cores; run again, it goes on
+says what changed: finishing, reliability, reach. Minutes on two quiet CPU cores; run again, it goes on
 where it stopped, or returns at once when all is done.
 
   --engine=embedded  rollouts from the JAX sampler in the trainer's process (default)
