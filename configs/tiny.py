@@ -25,7 +25,7 @@ def _tasks() -> fdl.Config[Taskset]:
 
 
 def tiny_sft() -> fdl.Config[Supervised]:
-  """Few demonstrations on purpose: the form is learned, the arithmetic of whom to copy only begun."""
+  """Few demonstrations on purpose: the form is learned, whom to copy is only begun."""
   return fdl.Config(
     Supervised,
     model="runs/tiny_base",

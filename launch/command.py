@@ -1,4 +1,4 @@
-"""How a command of this project starts and ends: one clear line for a fault, its story in a file."""
+"""How a command of this project starts and ends: a fault is one clear line, its story a file."""
 
 import asyncio
 import contextlib
