@@ -37,6 +37,12 @@ def log_probs(model, weights, tokens, sample, position):
   return jax.nn.log_softmax(hidden @ model.unembedding(weights), axis=-1)
 
 
+def assert_same_sums(found, expected, name=""):
+  """Of sums over tokens, whose terms cancel: errors are relative to the array's largest entry."""
+  scale = np.abs(expected).max() or 1.0
+  np.testing.assert_allclose(found / scale, expected / scale, err_msg=name, **TOLERANCE)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_log_probs_and_gradients_equal_transformers(reference, name):
   model, weights, arrays = load(reference, name)
@@ -55,9 +61,7 @@ def test_log_probs_and_gradients_equal_transformers(reference, name):
       part = ours[layer] if len(hf.names(rule, spec)) > 1 else ours
       expected = arrays[f"grad:{hf_name}"]
       found = np.asarray(part).transpose(rule.perm)
-      # Gradients are sums over 36 tokens: errors are relative to the largest entry of the tensor.
-      scale = np.abs(expected).max()
-      np.testing.assert_allclose(found / scale, expected / scale, err_msg=hf_name, **TOLERANCE)
+      assert_same_sums(found, expected, hf_name)
       checked += 1
   assert checked == sum(key.startswith("grad:") for key in arrays)
 
@@ -163,11 +167,7 @@ def test_sharded_equals_unsharded(axis):
   placed = jax.device_put(weights, shardings(TINY, mesh))
   rows = tuple(jax.device_put(x, batch_sharding(mesh)) for x in row)
   found = jax.jit(jax.value_and_grad(loss))(placed, *rows)
-
-  def close(a, b):  # sums in another order: what is lost scales with the largest entry
-    np.testing.assert_allclose(a, b, rtol=1e-5, atol=3e-6 * max(1.0, float(jnp.abs(b).max())))
-
-  jax.tree.map(close, found, expected)
+  jax.tree.map(lambda a, b: assert_same_sums(np.asarray(a), np.asarray(b)), found, expected)
 
 
 def test_rope_frequencies_by_hand():
