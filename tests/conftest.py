@@ -1,6 +1,7 @@
 """Strict mode for every test: 8 CPU devices, no silent promotion, no NaN; set before jax loads."""
 
 import os
+import signal
 import sys
 
 if "jax" in sys.modules:
@@ -14,5 +15,8 @@ import jax  # noqa: E402
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_debug_nans", True)
+
+# A shell that starts the tests in the background has SIGINT ignored, and so would every program of theirs.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["tests.sglang_fixture"]
