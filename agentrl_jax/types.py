@@ -28,6 +28,9 @@ Metrics = Mapping[str, Metric]
 class TrajectoryBatch:
   """Packed rollouts. Labels are -1 on padding; a trajectory lies within one micro-batch of rows.
 
+  Samples with the same beginning may share it: one stream holds it once in their row, belongs to no
+  trajectory, and is named as their `parent`; their positions count on from its end.
+
   Each truncated trajectory carries one non-action sentinel position after its last token (same
   `traj`, `turn` -1): a critic's value there is what estimators bootstrap from.
   """
@@ -44,6 +47,7 @@ class TrajectoryBatch:
   turn_traj: Int[Array, "U"]  # turns of a trajectory in order
   traj_group: Int[Array, "R"]  # -1 on padding and on unscored (faulted) trajectories
   traj_truncated: Bool[Array, "R"]  # cut by a limit: bootstrap from its sentinel; terminated: not
+  parent: Int[Array, "B T"] | None = None  # the stream a sample continues; its own id where none
 
 
 @flax.struct.dataclass

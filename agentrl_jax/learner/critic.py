@@ -48,5 +48,7 @@ def values(
   """V of the state before each token of a trajectory, 0 elsewhere; float32."""
   if critic.trunk is not None:
     trunk = jax.tree.map(lambda w: w.astype(dtype), critic.trunk)
-    hidden = model.forward(trunk, traj.tokens, traj.sample, traj.position, dtype=dtype)
+    hidden = model.forward(
+      trunk, traj.tokens, traj.sample, traj.position, parent=traj.parent, dtype=dtype
+    )
   return jnp.where(traj.traj >= 0, previous(value(critic.head, hidden), traj.sample), 0.0)

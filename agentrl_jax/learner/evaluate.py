@@ -30,7 +30,9 @@ def policy_eval(
 
   With a critic also the value of the state before every token of a trajectory.
   """
-  hidden = model.forward(weights, traj.tokens, traj.sample, traj.position, dtype=dtype)
+  hidden = model.forward(
+    weights, traj.tokens, traj.sample, traj.position, parent=traj.parent, dtype=dtype
+  )
   logp, entropy = token_logprobs(
     hidden,
     model.unembedding(weights),

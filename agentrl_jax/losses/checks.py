@@ -18,11 +18,14 @@ def check_batch(batch: TrajectoryBatch) -> None:
   ):  # fmt: skip
     if np.shape(getattr(batch, name)) != shape:
       raise ValueError(f"{name} has shape {np.shape(getattr(batch, name))}, tokens {shape}")
+  if batch.parent is not None and np.shape(batch.parent) != shape:
+    raise ValueError(f"parent has shape {np.shape(batch.parent)}, tokens {shape}")
   for a, b in (("turn_reward", "turn_traj"), ("traj_group", "traj_truncated")):
     sizes = np.shape(getattr(batch, a)), np.shape(getattr(batch, b))
     if sizes[0] != sizes[1]:
       raise ValueError(f"{a} has shape {sizes[0]}, {b} {sizes[1]}")
   _check_labels(batch)
+  _check_parents(batch)
   _check_actions(batch)
   _check_turns(batch)
   _check_sentinels(batch)
@@ -64,6 +67,31 @@ def _check_labels(batch: TrajectoryBatch) -> None:
     raise ValueError(
       f"turn {k} of trajectory {batch.turn_traj[k]} has reward {batch.turn_reward[k]}"
     )
+
+
+def _check_parents(batch: TrajectoryBatch) -> None:
+  """A parent is a stream without trajectory or action, whole and earlier in the same row."""
+  if batch.parent is None:
+    return
+  for b, t in np.argwhere((batch.parent != batch.sample) & (batch.sample >= 0)):
+    if t and batch.sample[b, t] == batch.sample[b, t - 1]:
+      same = batch.parent[b, t] == batch.parent[b, t - 1]
+      problem = "" if same else "changes its parent"
+    else:
+      parent = np.flatnonzero(batch.sample[b, :t] == batch.parent[b, t])
+      if not parent.size:
+        problem = "lies nowhere before it"
+      elif (batch.traj[b, parent] >= 0).any():
+        problem = "belongs to a trajectory"
+      elif batch.position[b, t] != batch.position[b, parent[-1]] + 1:
+        ends = batch.position[b, parent[-1]]
+        problem = f"ends at position {ends}, the sample begins at {batch.position[b, t]}"
+      else:
+        problem = ""
+    if problem:
+      raise ValueError(
+        f"parent {batch.parent[b, t]} of sample {batch.sample[b, t]} at row {b}, {t}: {problem}"
+      )
 
 
 def _check_actions(batch: TrajectoryBatch) -> None:

@@ -1,9 +1,9 @@
 """Causal attention within samples of packed rows, and over a key-value cache; float32 softmax,
 grouped heads.
 
-A position attends to itself and earlier positions of its row with the same sample id; padding (-1)
-attends to nothing and gets zeros. Axis letters as in `layers`; G = N / K query heads share a key-
-value head, S counts keys.
+A position attends to itself and earlier positions of its row with the same sample id, and to those
+of its parent, a stream that several samples continue; padding (-1) attends to nothing and gets
+zeros. Axis letters as in `layers`; G = N / K query heads share a key-value head, S counts keys.
 """
 
 import functools
@@ -24,11 +24,12 @@ def attend(
   key: Float[Array, "B T K H"],
   value: Float[Array, "B T K H"],
   sample: Int[Array, "B T"],
+  parent: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N H"]:
   """The one place where an implementation of packed attention is chosen."""
   if query.shape[1] <= _PLAIN_LENGTH:
-    return attend_plain(query, key, value, sample)
-  return attend_blockwise(query, key, value, sample)
+    return attend_plain(query, key, value, sample, parent)
+  return attend_blockwise(query, key, value, sample, parent)
 
 
 def attend_plain(
@@ -36,11 +37,12 @@ def attend_plain(
   key: Float[Array, "B T K H"],
   value: Float[Array, "B T K H"],
   sample: Int[Array, "B T"],
+  parent: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N H"]:
   """All scores at once: memory grows with T squared."""
   length = query.shape[1]
   causal = jnp.tril(jnp.ones((length, length), bool))
-  mask = _same_sample(sample, sample) & causal[None]
+  mask = _visible(sample, sample if parent is None else parent, sample) & causal[None]
   scores = _scores(_grouped(query, key.shape[2]), _heads_first(key))
   return _ungrouped(_softmax_mix(scores, _heads_first(value), mask))
 
@@ -50,6 +52,7 @@ def attend_blockwise(
   key: Float[Array, "B T K H"],
   value: Float[Array, "B T K H"],
   sample: Int[Array, "B T"],
+  parent: Int[Array, "B T"] | None = None,
   *,
   block: int = _BLOCK,
 ) -> Float[Array, "B T N H"]:
@@ -66,7 +69,8 @@ def attend_blockwise(
 
   queries = _grouped(pad(query, 0), key.shape[2])
   keys, values = _heads_first(pad(key, 0)), _heads_first(pad(value, 0))
-  mixed = _blockwise(block, queries, keys, values, pad(sample, -1))
+  own = pad(sample, -1)
+  mixed = _blockwise(block, queries, keys, values, own, own if parent is None else pad(parent, -1))
   return _ungrouped(mixed)[:, :length]
 
 
@@ -110,8 +114,13 @@ def _or_past_the_end(position: Int[Array, "B T"], length: int) -> Int[Array, "B 
   return jnp.where(position < 0, length, position)
 
 
-def _same_sample(queries: Int[Array, "B T"], keys: Int[Array, "B S"]) -> Bool[Array, "B T S"]:
-  return (queries[:, :, None] == keys[:, None, :]) & (queries >= 0)[:, :, None]
+def _visible(
+  sample: Int[Array, "B T"], parent: Int[Array, "B T"], keys: Int[Array, "B S"]
+) -> Bool[Array, "B T S"]:
+  """Whether a query of this sample and parent (the sample itself where it has none) sees a key."""
+  keys = keys[:, None, :]
+  seen = (sample[:, :, None] == keys) | (parent[:, :, None] == keys)
+  return seen & (sample >= 0)[:, :, None] & (keys >= 0)
 
 
 def _heads_first(x: Float[Array, "B T K H"]) -> Float[Array, "B K T H"]:
@@ -150,13 +159,18 @@ def _softmax_mix(
   return jnp.einsum("bkgts,bksh->bkgth", weight, value)
 
 
-def _first_blocks(sample: Int[Array, "B T"], block: int) -> Int[Array, "T/block"]:
-  """The first key block that each query block needs in any row; never decreases."""
+def _first_blocks(
+  sample: Int[Array, "B T"], parent: Int[Array, "B T"], block: int
+) -> Int[Array, "T/block"]:
+  """The first key block that each query block needs in any row, made never to decrease."""
   index = jnp.arange(sample.shape[1])[None]
   before = jnp.pad(sample[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
   starts = jnp.where(sample != before, index, 0)
   start = jnp.where(sample < 0, index, jax.lax.cummax(starts, axis=1))
-  return jnp.min(start.reshape(sample.shape[0], -1, block), axis=(0, 2)) // block
+  # A stream's parent lies before it: in the extreme at the row's first position.
+  start = jnp.where(parent == sample, start, 0)
+  needed = jnp.min(start.reshape(sample.shape[0], -1, block), axis=(0, 2)) // block
+  return jax.lax.cummin(needed, reverse=True)
 
 
 def _part(x: Array, number: Int[Array, ""], block: int, axis: int) -> Array:
@@ -164,12 +178,16 @@ def _part(x: Array, number: Int[Array, ""], block: int, axis: int) -> Array:
 
 
 def _block_mask(
-  sample: Int[Array, "B T"], row: Int[Array, ""], column: Int[Array, ""], block: int
+  sample: Int[Array, "B T"],
+  parent: Int[Array, "B T"],
+  row: Int[Array, ""],
+  column: Int[Array, ""],
+  block: int,
 ) -> Bool[Array, "B 1 1 block block"]:
   within = jnp.arange(block)
   causal = (row * block + within)[:, None] >= (column * block + within)[None, :]
-  same = _same_sample(_part(sample, row, block, 1), _part(sample, column, block, 1))
-  return (same & causal[None])[:, None, None]
+  queries = _part(sample, row, block, 1), _part(parent, row, block, 1)
+  return (_visible(*queries, _part(sample, column, block, 1)) & causal[None])[:, None, None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -179,15 +197,16 @@ def _blockwise(
   key: Float[Array, "B K T H"],
   value: Float[Array, "B K T H"],
   sample: Int[Array, "B T"],
+  parent: Int[Array, "B T"],
 ) -> Float[Array, "B K G T H"]:
-  return _blockwise_forward(block, query, key, value, sample)[0]
+  return _blockwise_forward(block, query, key, value, sample, parent)[0]
 
 
 def _blockwise_forward(
-  block: int, query: Array, key: Array, value: Array, sample: Array
+  block: int, query: Array, key: Array, value: Array, sample: Array, parent: Array
 ) -> tuple[Array, tuple[Array, ...]]:
   """Online softmax over key blocks; keeps the log of each row's sum for the backward pass."""
-  first = _first_blocks(sample, block)
+  first = _first_blocks(sample, parent, block)
 
   def row_block(row: Array) -> tuple[Array, Array]:
     queries = _part(query, row, block, 3)
@@ -196,7 +215,7 @@ def _blockwise_forward(
       column: Array, carry: tuple[Array, Array, Array]
     ) -> tuple[Array, Array, Array]:
       mixed, total, peak = carry
-      mask = _block_mask(sample, row, column, block)
+      mask = _block_mask(sample, parent, row, column, block)
       scores = jnp.where(mask, _scores(queries, _part(key, column, block, 2)), _LOW)
       new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1, keepdims=True))
       weight = jnp.where(mask, jnp.exp(scores - new_peak), 0.0)
@@ -221,7 +240,7 @@ def _blockwise_forward(
 
   mixed, log_total = jax.lax.map(row_block, jnp.arange(first.shape[0]))
   mixed, log_total = _join(mixed, 3), _join(log_total, 3)
-  return mixed, (query, key, value, sample, mixed, log_total)
+  return mixed, (query, key, value, sample, parent, mixed, log_total)
 
 
 def _join(blocks: Array, axis: int) -> Array:
@@ -233,10 +252,10 @@ def _join(blocks: Array, axis: int) -> Array:
 
 def _blockwise_backward(
   block: int, kept: tuple[Array, ...], mixed_grad: Array
-) -> tuple[Array, Array, Array, None]:
+) -> tuple[Array, Array, Array, None, None]:
   """Recomputes each block's weights from the kept normalisers: one pass over the blocks needed."""
-  query, key, value, sample, mixed, log_total = kept
-  first = _first_blocks(sample, block)
+  query, key, value, sample, parent, mixed, log_total = kept
+  first = _first_blocks(sample, parent, block)
   inner = jnp.einsum("bkgth,bkgth->bkgt", mixed_grad, mixed, preferred_element_type=jnp.float32)[
     ..., None
   ]
@@ -247,7 +266,7 @@ def _blockwise_backward(
     def row_block(row: Array, carry: Carry) -> Carry:
       query_grad, key_grad, value_grad = carry
       queries, grads = _part(query, row, block, 3), _part(mixed_grad, row, block, 3)
-      mask = _block_mask(sample, row, column, block)
+      mask = _block_mask(sample, parent, row, column, block)
       shifted = _scores(queries, keys) - _part(log_total, row, block, 3)
       weight = jnp.where(mask, jnp.exp(jnp.where(mask, shifted, 0.0)), 0.0)
       product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -273,6 +292,7 @@ def _blockwise_backward(
     query_grad.astype(query.dtype),
     _join(key_grad, 2).astype(key.dtype),
     _join(value_grad, 2).astype(value.dtype),
+    None,
     None,
   )
 

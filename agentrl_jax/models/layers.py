@@ -66,7 +66,7 @@ def rms_norm(
   wide = x.astype(jnp.float32)
   inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
   normed = (wide * inverse).astype(x.dtype)
-  return jnp.einsum("...d,d->...d", normed, scale.astype(x.dtype))
+  return normed * jnp.broadcast_to(scale.astype(x.dtype), normed.shape)
 
 
 @dataclasses.dataclass(frozen=True)

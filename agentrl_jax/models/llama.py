@@ -132,6 +132,7 @@ def forward(
   sample: Int[Array, "B T"],
   position: Int[Array, "B T"],
   *,
+  parent: Int[Array, "B T"] | None = None,
   dtype: Any = jnp.float32,
   remat: Remat = save_everything,
   matmul: layers.Matmul = layers.matmul,
@@ -140,7 +141,7 @@ def forward(
   by = _rotation(config, position)
 
   def mix(query: Array, key: Array, value: Array) -> tuple[Array, None]:
-    return attention.attend(query, key, value, sample), None
+    return attention.attend(query, key, value, sample, parent), None
 
   def body(x: Array, layer: Layer) -> tuple[Array, None]:
     return _block(config, layer, x, by, mix, matmul)

@@ -111,7 +111,8 @@ class Model:
         whose hidden states are finite and meaningless.
       position: of the token within its sample, from 0; read by the rotary embedding.
       **options: `dtype` of activations (float32), `remat` (a transformation of the layer function
-        such as `jax.checkpoint`), `matmul` (a `models.layers.Matmul`).
+        such as `jax.checkpoint`), `matmul` (a `models.layers.Matmul`), `parent` ([B T], the id of
+        the stream of the same row that a position's sample continues, its own where none).
     """
     return self.functions.forward(self.config, weights, tokens, sample, position, **options)
 

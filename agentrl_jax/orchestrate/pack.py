@@ -1,12 +1,13 @@
 """Episodes become packed rows: samples laid end to end, labels for every token, lengths in buckets.
 
 All samples of an episode stay within one micro-batch of rows, so every scale is whole wherever a
-loss looks.
+loss looks. What all samples of a row begin with (the prompt of a group, the examples of a task) can
+lie there once, as a stream that they continue: the model reads it once instead of once a sample.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -45,6 +46,7 @@ def pack(
   row_length: int,
   micro_rows: int,
   min_members: int = 2,
+  share_prompts: bool = False,
 ) -> Packed:
   """Packs scored episodes; faulted ones take no row and enter no statistic.
 
@@ -52,7 +54,10 @@ def pack(
     groups: episodes of the same task together.
     row_length: positions a row, T.
     micro_rows: rows of one micro-batch over all data shards; the number of rows is a multiple of
-    it. min_members: groups with fewer scored members are dropped (a group baseline needs 2).
+      it.
+    min_members: groups with fewer scored members are dropped (a group baseline needs 2).
+    share_prompts: lay what all samples of a row begin with there once, see
+      `TrajectoryBatch.parent`.
 
   Returns:
     Packed, whose batch has B, R and U rounded up to buckets.
@@ -69,25 +74,35 @@ def pack(
   episodes = tuple(episode for members in kept for episode in members)
   if not episodes:
     raise ValueError(f"nothing to train on: {len(groups)} groups, {faults} faulted episodes")
-  places = _place(episodes, row_length, micro_rows)
-  micro_batches = bucket(1 + max(row for rows in places for row, _ in rows) // micro_rows)
+  rows = _place(kept, row_length, micro_rows, share_prompts)
   batch = _empty(
-    micro_batches * micro_rows,
+    bucket(len(rows) // micro_rows) * micro_rows,
     row_length,
     trajectories=bucket(len(episodes)),
     turns=bucket(sum(len(e.turn_rewards) for e in episodes)),
   )
-  turn, sample = 0, 0
-  for r, (episode, where) in enumerate(zip(episodes, places, strict=True)):
-    for piece, (row, start) in zip(episode.samples, where, strict=True):
-      _write(batch, piece, row, start, r, turn, sample)
-      sample += 1
-    _write_sentinel(batch, episode, where)
-    turns = len(episode.turn_rewards)
-    batch.turn_reward[turn : turn + turns] = episode.turn_rewards
-    batch.turn_traj[turn : turn + turns] = r
+  first_turn = np.cumsum([0] + [len(e.turn_rewards) for e in episodes])
+  for r, episode in enumerate(episodes):
+    turns = np.s_[first_turn[r] : first_turn[r + 1]]
+    batch.turn_reward[turns] = episode.turn_rewards
+    batch.turn_traj[turns] = r
     batch.traj_truncated[r] = episode.truncated
-    turn += turns
+  traj_of = {id(episode): r for r, episode in enumerate(episodes)}
+  sample_of = {id(s): i for i, s in enumerate(s for e in episodes for s in e.samples)}
+  for b, row in enumerate(rows):
+    shared = row.shared if share_prompts else 0
+    if shared:
+      _write_shared(batch, row.pieces[0].sample.ids[:shared], b, len(sample_of) + b)
+    start = shared
+    for sample, episode in row.pieces:
+      r = traj_of[id(episode)]
+      _write(batch, sample, b, start, shared, r, first_turn[r], sample_of[id(sample)])
+      if shared:
+        batch.parent[b, start : start + len(sample) - shared] = len(sample_of) + b
+      start += len(sample) - shared
+      if _has_sentinel(sample, episode):
+        _write_sentinel(batch, b, start)
+        start += 1
   batch.traj_group[: len(episodes)] = [g for g, members in enumerate(kept) for _ in members]
   check_batch(batch)
   return Packed(batch, episodes, dropped, faults)
@@ -101,53 +116,102 @@ def unpack(values: np.ndarray, packed: Packed) -> list[np.ndarray]:
   return [flat[owner == r] for r in range(len(packed.episodes))]
 
 
-def _size(sample: Sample, episode: Episode) -> int:
-  return len(sample) + (episode.truncated and sample is episode.samples[-1])
+def _has_sentinel(sample: Sample, episode: Episode) -> bool:
+  return episode.truncated and sample is episode.samples[-1]
+
+
+class _Piece(NamedTuple):
+  sample: Sample
+  episode: Episode
+
+  @property
+  def size(self) -> int:
+    return len(self.sample) + _has_sentinel(self.sample, self.episode)
+
+  @property
+  def lead(self) -> np.ndarray:
+    """What it may share: ids before the first action, less one, which that action is read from."""
+    return self.sample.ids[: max(0, int(np.argmax(self.sample.column("action"))) - 1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+  """The samples of one row, in order, and how many ids they all begin with."""
+
+  pieces: tuple[_Piece, ...] = ()
+  total: int = 0  # positions without sharing
+  shared: int = 0
+  lead: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+
+  def with_piece(self, piece: _Piece, share: bool) -> "_Row":
+    lead = (_common(self.lead, piece.lead) if self.pieces else piece.lead) if share else self.lead
+    # One sample alone shares with nobody.
+    shared = len(lead) if self.pieces else 0
+    return _Row((*self.pieces, piece), self.total + piece.size, shared, lead)
+
+  @property
+  def used(self) -> int:
+    return self.total - self.shared * max(0, len(self.pieces) - 1)
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+  """The longest beginning of both."""
+  least = min(len(a), len(b))
+  differ = np.flatnonzero(a[:least] != b[:least])
+  return a[: differ[0] if differ.size else least]
 
 
 def _place(
-  episodes: Sequence[Episode], row_length: int, micro_rows: int
-) -> list[list[tuple[int, int]]]:
-  """(row, start) of every sample: longest episodes first, each into the first micro-batch it
-  fits.
+  groups: Sequence[Sequence[Episode]], row_length: int, micro_rows: int, share: bool
+) -> list[_Row]:
+  """Rows of whole micro-batches. Longest first, each episode where its samples add least.
+
+  Prompts are shared best by neighbours, so with `share` a group's episodes follow one another.
   """
-  free: list[np.ndarray] = []  # per micro-batch, positions left in each row
-  places: list[list[tuple[int, int]]] = [[] for _ in episodes]
-  sizes = [[_size(sample, episode) for sample in episode.samples] for episode in episodes]
-  for i in sorted(range(len(episodes)), key=lambda i: -sum(sizes[i])):
-    if max(sizes[i]) > row_length or sum(sizes[i]) > row_length * micro_rows:
-      raise ValueError(
-        f"episode {episodes[i].trajectory_id} has samples of {sizes[i]} tokens; "
-        f"a micro-batch holds {micro_rows} rows of {row_length}"
-      )
-    for m in range(len(free) + 1):
-      if m == len(free):
-        free.append(np.full(micro_rows, row_length))
-      found = _fit(sizes[i], free[m])
-      if found is not None:
-        places[i] = [(m * micro_rows + row, row_length - left) for row, left in found]
-        break
-    else:  # a fresh micro-batch can fail only by fragmentation of several samples
-      raise ValueError(
-        f"episode {episodes[i].trajectory_id} has samples of {sizes[i]} tokens, which no "
-        f"arrangement fits in {micro_rows} rows of {row_length}"
-      )
-  return places
+  longest = lambda e: -sum(p.size for p in _pieces(e))  # noqa: E731
+  if share:
+    ordered = sorted(groups, key=lambda members: min(map(longest, members)))
+    order = [e for members in ordered for e in sorted(members, key=longest)]
+  else:
+    order = sorted((e for members in groups for e in members), key=longest)
+  blocks: list[list[_Row]] = []
+  for episode in order:
+    pieces = _pieces(episode)
+    sizes = [piece.size for piece in pieces]
+    named = f"episode {episode.trajectory_id} has samples of {sizes} tokens"
+    if max(sizes) > row_length or sum(sizes) > row_length * micro_rows:
+      raise ValueError(f"{named}; a micro-batch holds {micro_rows} rows of {row_length}")
+    tried = ((_fit(pieces, block, row_length, share), m) for m, block in enumerate(blocks))
+    found = min(((*fit, m) for fit, m in tried if fit), key=lambda x: (x[0], x[2]), default=None)
+    if found:
+      _, blocks[found[2]], _ = found
+      continue
+    fresh = _fit(pieces, [_Row()] * micro_rows, row_length, share)
+    if fresh is None:  # only by fragmentation of several samples
+      raise ValueError(f"{named}, which no arrangement fits in {micro_rows} rows of {row_length}")
+    blocks.append(fresh[1])
+  return [row for block in blocks for row in block]
 
 
-def _fit(sizes: Sequence[int], free: np.ndarray) -> list[tuple[int, int]] | None:
-  """(row, positions left before writing) per sample, taken from `free`; None, untouched, if
-  none.
+def _pieces(episode: Episode) -> list[_Piece]:
+  return [_Piece(sample, episode) for sample in episode.samples]
+
+
+def _fit(
+  pieces: Sequence[_Piece], block: Sequence[_Row], row_length: int, share: bool
+) -> tuple[int, list[_Row]] | None:
+  """(positions added, the block with the pieces in it), each where it adds least; None if it does
+  not fit.
   """
-  left, found = free.copy(), []
-  for size in sizes:
-    rows = np.flatnonzero(left >= size)
-    if not rows.size:
+  rows, added = list(block), 0
+  for piece in pieces:
+    options = [(row.with_piece(piece, share), i) for i, row in enumerate(rows)]
+    growth = [(new.used - rows[i].used, i) for new, i in options if new.used <= row_length]
+    if not growth:
       return None
-    found.append((int(rows[0]), int(left[rows[0]])))
-    left[rows[0]] -= size
-  free[:] = left
-  return found
+    least, i = min(growth)
+    rows[i], added = options[i][0], added + least
+  return added, rows
 
 
 def _empty(rows: int, length: int, trajectories: int, turns: int) -> Any:
@@ -169,32 +233,37 @@ def _empty(rows: int, length: int, trajectories: int, turns: int) -> Any:
     turn_traj=label(turns),
     traj_group=label(trajectories),
     traj_truncated=np.zeros(trajectories, bool),
+    parent=label(rows, length),
   )
   return TrajectoryBatch(**cast(Any, arrays))
 
 
+def _write_shared(batch: Any, ids: np.ndarray, row: int, sample: int) -> None:
+  here = np.s_[row, : len(ids)]
+  batch.tokens[here] = ids
+  batch.position[here] = np.arange(len(ids))
+  batch.sample[here] = batch.parent[here] = sample
+
+
 def _write(
-  batch: Any, piece: Sample, row: int, start: int, traj: int, turn: int, sample: int
+  batch: Any, piece: Sample, row: int, start: int, shared: int, traj: int, turn: int, sample: int
 ) -> None:
-  here = np.s_[row, start : start + len(piece)]
-  turns = piece.column("turn")
-  batch.tokens[here] = piece.ids
-  batch.position[here] = np.arange(len(piece))
-  batch.sample[here] = sample
+  """Lays a sample from its id number `shared` on at `start`."""
+  here, rest = np.s_[row, start : start + len(piece) - shared], np.s_[shared:]
+  turns = piece.column("turn")[rest]
+  batch.tokens[here] = piece.ids[rest]
+  batch.position[here] = np.arange(len(piece))[rest]
+  batch.sample[here] = batch.parent[here] = sample
   batch.traj[here] = traj
   batch.turn[here] = np.where(turns >= 0, turns + turn, -1)
-  batch.action[here] = piece.column("action")
-  batch.behavior_logp[here] = piece.column("logp")
-  batch.behavior_version[here] = piece.column("version")
+  batch.action[here] = piece.column("action")[rest]
+  batch.behavior_logp[here] = piece.column("logp")[rest]
+  batch.behavior_version[here] = piece.column("version")[rest]
 
 
-def _write_sentinel(batch: Any, episode: Episode, where: list[tuple[int, int]]) -> None:
+def _write_sentinel(batch: Any, row: int, column: int) -> None:
   """One non-action position after a truncated trajectory: where its bootstrap value is read."""
-  if not episode.truncated:
-    return
-  row, start = where[-1]
-  last = start + len(episode.samples[-1])
-  batch.tokens[row, last] = batch.tokens[row, last - 1]
-  batch.position[row, last] = batch.position[row, last - 1] + 1
-  batch.sample[row, last] = batch.sample[row, last - 1]
-  batch.traj[row, last] = batch.traj[row, last - 1]
+  here, last = (row, column), (row, column - 1)
+  for name in ("tokens", "sample", "parent", "traj"):
+    getattr(batch, name)[here] = getattr(batch, name)[last]
+  batch.position[here] = batch.position[last] + 1

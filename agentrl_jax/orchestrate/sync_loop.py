@@ -57,7 +57,13 @@ async def take_step(run: Run) -> None:
   clock.lap("rollout")
 
   chosen = (mixed(groups) or groups) if experiment.batch.only_mixed else groups
-  packed = pack(chosen, row_length=experiment.batch.row_length, micro_rows=run.rows)
+  layout = experiment.batch
+  packed = pack(
+    chosen,
+    row_length=layout.row_length,
+    micro_rows=run.rows,
+    share_prompts=layout.share_prompts,
+  )
   for check in experiment.algorithm.checks:
     check(packed.batch)
   aux = frozen_evaluations(run, packed.batch)

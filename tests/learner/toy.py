@@ -31,7 +31,7 @@ def abstract(config):
   )
 
 
-def forward(config, weights, tokens, sample, position, *, dtype=jnp.float32):
+def forward(config, weights, tokens, sample, position, *, parent=None, dtype=jnp.float32):
   return (weights.embedding[tokens] * weights.norm[None, None, :]).astype(dtype)
 
 

@@ -12,11 +12,13 @@ from agentrl_jax.models import attention
 ROWS, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 13, 4, 2, 3
 
 
-def loop(query, key, value, sample):
+def loop(query, key, value, sample, parent=None):
   """One query at a time over the keys it may see."""
+  parent = sample if parent is None else parent
   out = np.zeros(query.shape)
   for b, t, n in np.ndindex(*query.shape[:3]):
-    seen = [s for s in range(t + 1) if sample[b, s] == sample[b, t] and sample[b, t] >= 0]
+    seen = [s for s in range(t + 1) if sample[b, s] in (sample[b, t], parent[b, t])]
+    seen = [s for s in seen if sample[b, t] >= 0 and sample[b, s] >= 0]
     if seen:
       k = n // (query.shape[2] // key.shape[2])
       score = np.array([query[b, t, n] @ key[b, s, k] for s in seen]) / np.sqrt(query.shape[-1])
@@ -32,13 +34,13 @@ def arrays(seed, length=LENGTH):
 
 
 @jax.jit
-def plain(query, key, value, sample):
-  return attention.attend_plain(query, key, value, sample)
+def plain(query, key, value, sample, parent=None):
+  return attention.attend_plain(query, key, value, sample, parent)
 
 
 @jax.jit
-def blockwise(query, key, value, sample):
-  return attention.attend_blockwise(query, key, value, sample, block=4)
+def blockwise(query, key, value, sample, parent=None):
+  return attention.attend_blockwise(query, key, value, sample, parent, block=4)
 
 
 @st.composite
@@ -63,10 +65,36 @@ def test_both_forms_equal_the_loop(sample, seed):
     np.testing.assert_allclose(form(query, key, value, sample), expected, rtol=1e-5, atol=1e-5)
 
 
+@st.composite
+def families(draw):
+  """A packing, and for each sample the one that it continues: one before it, or itself."""
+  sample = draw(packings())
+  parent = sample.copy()
+  for row in range(ROWS):
+    seen = []
+    for label in dict.fromkeys(sample[row].tolist()):
+      if label >= 0:
+        parent[row, sample[row] == label] = draw(st.sampled_from([label, *seen]))
+        seen.append(label)
+  return sample, parent
+
+
+@hypothesis.settings(max_examples=15, deadline=None)
+@hypothesis.given(families(), st.integers(0, 1000))
+def test_a_continued_stream_is_seen_by_those_that_continue_it_only(family, seed):
+  query, key, value, weight = arrays(seed)
+  expected = loop(*map(np.asarray, (query, key, value)), *family)
+  for form in (plain, blockwise):
+    np.testing.assert_allclose(form(query, key, value, *family), expected, rtol=1e-5, atol=1e-5)
+  by_plain, by_blocks = gradients(query, key, value, weight, *family)
+  for a, b in zip(by_plain, by_blocks, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
 @jax.jit
-def gradients(query, key, value, weight, sample):
+def gradients(query, key, value, weight, sample, parent=None):
   def loss(form):
-    return lambda *qkv: jnp.sum(form(*qkv, sample) * weight)
+    return lambda *qkv: jnp.sum(form(*qkv, sample, parent) * weight)
 
   return tuple(jax.grad(loss(form), (0, 1, 2))(query, key, value) for form in (plain, blockwise))
 

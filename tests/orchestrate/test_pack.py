@@ -1,19 +1,68 @@
 """Packing is a relabelling: every token of every scored episode exactly once, nothing else."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_jax.orchestrate.pack import bucket, pack, unpack
-from agentrl_jax.rollout.records import Kind, Outcome
-from tests.reference.episodes import episode, groups
+from agentrl_jax.rollout.records import Kind, Outcome, Segment
+from tests.reference.episodes import VOCAB, episode, groups
+
+
+def share_prompt(rng, members):
+  """The same episodes with one prompt for all, behind the examples that every group has."""
+  examples = np.arange(1, 13, dtype=np.int32)
+  prompt = Segment(Kind.PROMPT, np.concatenate([examples, rng.integers(1, VOCAB, 5, np.int32)]))
+
+  def behind(piece):
+    return dataclasses.replace(piece, segments=(prompt, *piece.segments[1:]))
+
+  return [
+    dataclasses.replace(one, samples=tuple(behind(piece) for piece in one.samples))
+    for one in members
+  ]
 
 
 def test_buckets_are_the_powers_of_two_and_their_three_quarters():
   assert [bucket(n) for n in (1, 2, 3, 4, 5, 6, 7, 9, 12, 13, 17, 25)] == [
     1, 2, 3, 4, 6, 6, 8, 12, 12, 16, 24, 32,
   ]  # fmt: skip
+
+
+def stream(batch, label):
+  """Tokens and positions of a sample, what it continues included, and where its own part lies."""
+  row, column = np.nonzero(batch.sample == label)
+  parent = batch.parent[row[0], column[0]]
+  before = np.flatnonzero(batch.sample[row[0]] == parent) if parent != label else []
+  whole = (row[0], np.array([*before, *column], int))
+  return batch.tokens[whole], batch.position[whole], (row[0], column)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), micro_rows=st.integers(2, 5), row_length=st.integers(60, 120))
+def test_shared_prompts_lose_nothing_and_take_less_room(seed, micro_rows, row_length):
+  rng = np.random.default_rng(seed)
+  made = [share_prompt(rng, members) for members in groups(rng)]
+  sizes = dict(row_length=row_length, micro_rows=micro_rows, min_members=1)
+  shared, apart = pack(made, **sizes, share_prompts=True), pack(made, **sizes)
+  used = [int((p.batch.sample >= 0).sum()) for p in (shared, apart)]
+  assert used[0] < used[1]
+  batch = shared.batch
+  labels = sorted({*batch.sample[batch.traj >= 0].tolist()})
+  samples = [(one, piece) for one in shared.episodes for piece in one.samples]
+  for label, (one, piece) in zip(labels, samples, strict=True):
+    tokens, position, own = stream(batch, label)
+    cut = one.truncated and piece is one.samples[-1]
+    np.testing.assert_array_equal(tokens[: len(tokens) - cut], piece.ids)
+    np.testing.assert_array_equal(position, np.arange(len(piece) + cut))
+    assert batch.action[own].sum() == piece.column("action").sum()
+  own = batch.parent == batch.sample
+  assert not batch.action[own & (batch.traj < 0)].any(), "what is shared carries no loss"
+  for a, b in zip(*(unpack(p.batch.behavior_logp, p) for p in (shared, apart)), strict=True):
+    np.testing.assert_array_equal(a, b)
 
 
 @settings(max_examples=60, deadline=None)

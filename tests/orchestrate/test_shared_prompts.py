@@ -1,0 +1,58 @@
+"""Rows that hold a prompt once teach exactly what rows that repeat it teach."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from agentrl_jax.learner.evaluate import make_evaluate
+from agentrl_jax.learner.state import make_state
+from agentrl_jax.learner.step import make_prepare, make_step
+from agentrl_jax.losses import recipes
+from agentrl_jax.models import llama
+from agentrl_jax.models.sharding import make_mesh
+from agentrl_jax.orchestrate.pack import pack, unpack
+from agentrl_jax.types import Aux
+from tests.orchestrate.test_pack import share_prompt
+from tests.reference.episodes import VOCAB, groups
+
+MODEL = llama.bind(
+  llama.Config(
+    vocab_size=VOCAB, embed=16, ffw=24, layers=2, heads=4, kv_heads=2, head_dim=4, max_position=512
+  )
+)
+MICRO_ROWS = 2
+
+
+def packings(row_length):
+  rng = np.random.default_rng(0)
+  made = [share_prompt(rng, members) for members in groups(rng)]
+  sizes = dict(row_length=row_length, micro_rows=MICRO_ROWS)
+  return pack(made, **sizes), pack(made, **sizes, share_prompts=True)
+
+
+def learned(packed, algorithm):
+  """Old log-probs of every episode's actions, and how a step moves the weights."""
+  mesh, optimizer = make_mesh(data=1), optax.sgd(1.0)
+  state = make_state(MODEL, optimizer, mesh, seed=3)
+  before = jax.device_get(state.weights)
+  old = make_evaluate(MODEL, mesh, rows=MICRO_ROWS)(state.weights, packed.batch)
+  batch = make_prepare(algorithm)(packed.batch, Aux(old_logp=old.logp))
+  step = make_step(MODEL, optimizer, algorithm, mesh, micro_rows=MICRO_ROWS)
+  state, _ = step(state, batch)
+  moved = jax.tree.map(np.subtract, jax.device_get(state.weights), before)
+  return unpack(np.asarray(old.logp), packed), moved
+
+
+@pytest.mark.parametrize("row_length", [100, 300], ids=["plain", "blockwise"])
+@pytest.mark.parametrize("algorithm", [recipes.grpo(), recipes.gigpo()], ids=["grpo", "gigpo"])
+def test_sharing_changes_no_log_prob_and_no_gradient(algorithm, row_length):
+  apart, shared = packings(row_length)
+  assert (shared.batch.sample >= 0).sum() < 0.6 * (apart.batch.sample >= 0).sum()
+  (logp, moved), (shared_logp, shared_moved) = (learned(p, algorithm) for p in (apart, shared))
+  for a, b in zip(logp, shared_logp, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+  largest = max(np.abs(x).max() for x in jax.tree.leaves(moved))
+  assert largest > 1e-3
+  for a, b in zip(*map(jax.tree.leaves, (moved, shared_moved)), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * largest)
