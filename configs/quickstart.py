@@ -23,6 +23,6 @@ def quickstart() -> fdl.Config[Experiment]:
     steps=7,
     checkpoint_every=2,
     limits=fdl.Config(Limits, turn_tokens=24, context_tokens=256),
-    batch=fdl.Config(Batch, groups=4, members=8, row_length=512, micro_rows=2, only_mixed=True),
+    batch=fdl.Config(Batch, groups=4, members=8, row_length=640, micro_rows=1, only_mixed=True),
     evaluation=fdl.Config(Evaluation, tasks=48, samples=4),
   )

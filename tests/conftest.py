@@ -16,7 +16,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_debug_nans", True)
 
-# A shell that starts the tests in the background has SIGINT ignored; their programs would inherit it.
+# A shell ignores SIGINT for what it starts in the background, and these tests' programs inherit it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["tests.sglang_fixture"]
