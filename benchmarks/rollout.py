@@ -33,6 +33,7 @@ from agentrl_jax.sampler.engine import EmbeddedEngine
 
 MODEL = flags.DEFINE_string("model", "models/smollm2-135m-instruct", "A Hugging Face directory.")
 SMOKE = flags.DEFINE_bool("smoke", False, "One short round at batch 1 and 4: does it run?")
+BATCHES = flags.DEFINE_list("batches", ["1", "8", "32"], "Prompts at a time.")
 OUTPUT = flags.DEFINE_string("output", "", "JSON file (default: benchmarks/results/rollout.json).")
 
 CONTEXT = 256
@@ -147,7 +148,7 @@ def show(results: Sequence[dict[str, Any]]) -> None:
 def main(arguments: Sequence[str]) -> None:
   del arguments
   directory = Path(MODEL.value)
-  batches, rounds, new_tokens = ((1, 4), 1, 4) if SMOKE.value else ((1, 8, 32), 5, 24)
+  batches, rounds, new_tokens = ((1, 4), 1, 4) if SMOKE.value else (tuple(map(int, BATCHES.value)), 5, 24)
   model = load_model(directory)
   embedded = EmbeddedEngine(
     model, load_weights(model, directory), slots=max(batches), context=CONTEXT, seed=0

@@ -287,7 +287,9 @@ def server_environment(tensor_parallel: int, *, cuda: bool) -> dict[str, str]:
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
   }
   if not cuda:
-    environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    environment["SGLANG_USE_CPU_ENGINE"] = "1"
+    # More threads help a server that is alone, and cost it most of its speed beside a busy trainer.
+    environment.setdefault("OMP_NUM_THREADS", "1")
     if tensor_parallel > 1:
       cores = os.cpu_count() or 1
       binding = "|".join(str(rank % cores) for rank in range(tensor_parallel))
