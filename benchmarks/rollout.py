@@ -148,7 +148,9 @@ def show(results: Sequence[dict[str, Any]]) -> None:
 def main(arguments: Sequence[str]) -> None:
   del arguments
   directory = Path(MODEL.value)
-  batches, rounds, new_tokens = ((1, 4), 1, 4) if SMOKE.value else (tuple(map(int, BATCHES.value)), 5, 24)
+  batches, rounds, new_tokens = (
+    ((1, 4), 1, 4) if SMOKE.value else (tuple(map(int, BATCHES.value)), 5, 24)
+  )
   model = load_model(directory)
   embedded = EmbeddedEngine(
     model, load_weights(model, directory), slots=max(batches), context=CONTEXT, seed=0

@@ -3,9 +3,11 @@
     bash benchmarks/install_trl.sh
     python -m benchmarks.train_step --model=models/smollm2-135m-instruct [--smoke]
 
-32 sequences of 160 tokens, 16 to 60 of them sampled. Ours is evaluate (old log-probs) + prepare +
-step; TRL's is its GRPOTrainer's loss, backward, clip and AdamW, without a pass for old log-probs
-and with one. The two take turns, so that other work on the machine slows both.
+32 episodes of 160 tokens in groups of 8: a prompt of 100 that the group shares, an action, a tool's
+result, an action. Ours is evaluate (old log-probs) + prepare + step, with prompts laid once a row
+(the default of `launch.train`) and once an episode; TRL's is its GRPOTrainer's loss, backward, clip
+and AdamW, without a pass for old log-probs and with one. They take turns, so that other work on the
+machine slows all.
 """
 
 import json
@@ -25,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from agentrl_jax.learner.evaluate import make_evaluate
@@ -35,6 +38,8 @@ from agentrl_jax.losses.recipes import grpo
 from agentrl_jax.models.hf import load_model
 from agentrl_jax.models.model import Model
 from agentrl_jax.models.sharding import make_mesh
+from agentrl_jax.orchestrate.pack import Packed, pack, unpack
+from agentrl_jax.rollout.records import Episode, Kind, Outcome, Sample, Segment, Task
 from agentrl_jax.types import Aux, TrajectoryBatch
 
 MODEL = flags.DEFINE_string("model", "models/smollm2-135m-instruct", "A Hugging Face directory.")
@@ -45,44 +50,48 @@ SMOKE = flags.DEFINE_bool("smoke", False, "One round, nothing written: does it r
 OUTPUT = flags.DEFINE_string("output", "benchmarks/results/train_step.json", "Where results go.")
 
 ROWS, LENGTH, PROMPT, GROUP = 32, 160, 100, 8
-Sample = dict[str, float]
+SHARED_LENGTH, SHARED_ROWS = 640, 1  # a row that holds a group; a micro-batch as long as TRL's
+Timing = dict[str, float]
 
 
-def make_batch(vocabulary: int) -> TrajectoryBatch:
-  """Full rows: a prompt, then sampled tokens with tool results among them; rewards 0 or 1."""
+def make_episodes(vocabulary: int) -> list[list[Episode]]:
+  """Groups of episodes of random tokens, all of the same length; rewards 0 or 1."""
   rng = np.random.default_rng(0)
-  action = np.zeros((ROWS, LENGTH), bool)
-  for row in action:
-    row[PROMPT + rng.permutation(LENGTH - PROMPT)[: rng.integers(16, 61)]] = True
-  index = np.broadcast_to(np.arange(ROWS, dtype=np.int32)[:, None], (ROWS, LENGTH))
-  fields = dict(
-    tokens=rng.integers(0, vocabulary, (ROWS, LENGTH), dtype=np.int32),
-    position=np.broadcast_to(np.arange(LENGTH, dtype=np.int32)[None], (ROWS, LENGTH)),
-    sample=index,
-    traj=index,
-    turn=np.where(action, index, -1).astype(np.int32),
-    action=action,
-    behavior_logp=np.zeros((ROWS, LENGTH), np.float32),
-    behavior_version=np.zeros((ROWS, LENGTH), np.int32),
-    turn_reward=rng.integers(0, 2, ROWS).astype(np.float32),
-    turn_traj=np.arange(ROWS, dtype=np.int32),
-    traj_group=(np.arange(ROWS) // GROUP).astype(np.int32),
-    traj_truncated=np.zeros(ROWS, bool),
-  )
-  return TrajectoryBatch(**jax.tree.map(jnp.asarray, fields))
+
+  def ids(size: int) -> np.ndarray:
+    return rng.integers(0, vocabulary, size, dtype=np.int32)
+
+  def action(turn: int, size: int) -> Segment:
+    return Segment(Kind.ACTION, ids(size), turn, -np.ones(size), np.zeros(size))
+
+  def episode(group: int, member: int, prompt: Segment) -> Episode:
+    result, call = int(rng.integers(5, 31)), int(rng.integers(10, 21))
+    rest = LENGTH - PROMPT - result - call
+    middle = Segment(Kind.OBSERVATION, ids(result))
+    name, reward = f"{group}/{member}", float(rng.integers(0, 2))
+    sample = Sample((prompt, action(0, call), middle, action(1, rest)), vocabulary, name)
+    return Episode(
+      task=Task("random", "train", group, {}), trajectory_id=name, group_id=str(group),
+      samples=(sample,), reward_parts=({}, {"correct": reward}), turn_rewards=(0.0, reward),
+      outcome=Outcome.SUCCESS if reward else Outcome.FAILURE, terminated=True, truncated=False,
+    )  # fmt: skip
+
+  prompts = [Segment(Kind.PROMPT, ids(PROMPT)) for _ in range(ROWS // GROUP)]
+  return [[episode(g, m, prompt) for m in range(GROUP)] for g, prompt in enumerate(prompts)]
 
 
-def for_trl(batch: TrajectoryBatch, advantage: np.ndarray) -> dict[str, np.ndarray]:
+def for_trl(packed: Packed, advantage: np.ndarray) -> dict[str, np.ndarray]:
   """The same batch as TRL's trainer holds it after generation."""
-  completion = np.ones((ROWS, LENGTH - PROMPT), np.int64)
-  tokens = np.asarray(batch.tokens, np.int64)
+  samples = [one.samples[0] for one in packed.episodes]
+  tokens = np.stack([sample.ids for sample in samples]).astype(np.int64)
+  action = np.stack([sample.column("action") for sample in samples])
   return {
     "prompt_ids": tokens[:, :PROMPT],
     "prompt_mask": np.ones((ROWS, PROMPT), np.int64),
     "completion_ids": tokens[:, PROMPT:],
-    "completion_mask": completion,
-    "tool_mask": np.asarray(batch.action[:, PROMPT:], np.int64),
-    "advantages": np.where(batch.action, advantage, 0).sum(1) / batch.action.sum(1),
+    "completion_mask": np.ones((ROWS, LENGTH - PROMPT), np.int64),
+    "tool_mask": action[:, PROMPT:].astype(np.int64),
+    "advantages": np.array([x.mean() for x in unpack(advantage, packed)]),
   }
 
 
@@ -97,7 +106,7 @@ class Trl:
     )  # fmt: skip
     self.about = self._read()
 
-  def __call__(self, command: str) -> Sample:
+  def __call__(self, command: str) -> Timing:
     assert self._process.stdin is not None
     self._process.stdin.write(command + "\n")
     self._process.stdin.flush()
@@ -116,7 +125,7 @@ class Trl:
     raise RuntimeError(f"TRL's process ended with code {self._process.wait()}")
 
 
-def timed(function: Callable[[], Any]) -> tuple[Any, Sample]:
+def timed(function: Callable[[], Any]) -> tuple[Any, Timing]:
   wall, cpu = time.perf_counter(), time.process_time()
   out = jax.block_until_ready(function())
   return out, {
@@ -128,23 +137,23 @@ def timed(function: Callable[[], Any]) -> tuple[Any, Sample]:
 class Ours:
   """State and compiled functions of our side."""
 
-  def __init__(self, model: Model, directory: str, batch: TrajectoryBatch, micro_rows: int):
+  def __init__(self, model: Model, directory: str, packed: Packed, micro_rows: int):
     mesh, optimizer, algorithm = make_mesh(data=1), adamw(1e-5), grpo()
-    self.batch = batch
+    self.batch: TrajectoryBatch = jax.tree.map(jnp.asarray, packed.batch)
     self.state = make_state(model, optimizer, mesh, directory=directory)
     self.evaluate = make_evaluate(model, mesh, rows=micro_rows)
     self.prepare = make_prepare(algorithm)
     self.step = make_step(model, optimizer, algorithm, mesh, micro_rows=micro_rows)
 
-  def round(self) -> dict[str, Sample]:
+  def round(self, name: str) -> dict[str, Timing]:
     policy, evaluate = timed(lambda: self.evaluate(self.state.weights, self.batch))
     loss_batch, prepare = timed(lambda: self.prepare(self.batch, Aux(old_logp=policy.logp)))
     (self.state, metrics), step = timed(lambda: self.step(self.state, loss_batch))
-    step |= {name: float(metrics[name].total) for name in ("loss", "gradient_norm")}
+    step |= {key: float(metrics[key].total) for key in ("loss", "gradient_norm")}
     whole = {
-      name: evaluate[name] + prepare[name] + step[name] for name in ("wall_seconds", "cpu_seconds")
+      key: evaluate[key] + prepare[key] + step[key] for key in ("wall_seconds", "cpu_seconds")
     }
-    return {"evaluate": evaluate, "prepare": prepare, "step": step, "whole": whole}
+    return {f"{name} evaluate": evaluate, f"{name} step": step, name: whole}
 
 
 def peak() -> float:
@@ -156,18 +165,7 @@ def peak() -> float:
   return 4 * 2 * 2.048**3 / sample["cpu_seconds"]
 
 
-def gflop(model: Model, sampled: int) -> dict[str, float]:
-  """Matmul work: layers for all tokens and head for sampled ones; backward is twice forward."""
-  config = model.config
-  width = config.heads * config.head_dim + config.kv_heads * config.head_dim
-  layer = 2 * config.embed * width + 3 * config.embed * config.ffw
-  attention = 2 * LENGTH * config.heads * config.head_dim  # scores and mixing, unmasked
-  forward = 2 * config.layers * (layer + attention) * ROWS * LENGTH
-  forward += 2 * config.embed * config.vocab_size * sampled
-  return {"evaluate": forward / 1e9, "step": 3 * forward / 1e9}
-
-
-def median(samples: list[Sample], name: str) -> float:
+def median(samples: list[Timing], name: str) -> float:
   return statistics.median(sample[name] for sample in samples)
 
 
@@ -176,67 +174,72 @@ def main(argv: list[str]) -> None:
   if not Path(TRL_PYTHON.value).exists():
     raise SystemExit(f"{TRL_PYTHON.value} is absent: run `bash benchmarks/install_trl.sh`")
   model = load_model(MODEL.value)
-  batch = make_batch(model.config.vocab_size)
-  ours = Ours(model, MODEL.value, batch, MICRO_ROWS.value)
+  groups = make_episodes(model.config.vocab_size)
+  apart = pack(groups, row_length=LENGTH, micro_rows=MICRO_ROWS.value)
+  shared = pack(groups, row_length=SHARED_LENGTH, micro_rows=SHARED_ROWS, share_prompts=True)
+  ours = {
+    "shared": Ours(model, MODEL.value, shared, SHARED_ROWS),
+    "apart": Ours(model, MODEL.value, apart, MICRO_ROWS.value),
+  }
   zero = jnp.zeros((ROWS, LENGTH), jnp.float32)
-  advantage = np.asarray(ours.prepare(batch, Aux(old_logp=zero)).credit.advantage)
+  advantage = ours["apart"].prepare(apart.batch, Aux(old_logp=zero)).credit.advantage
   with tempfile.TemporaryDirectory() as directory:
     path = Path(directory) / "batch.npz"
-    np.savez(path, allow_pickle=False, **for_trl(batch, advantage))
+    np.savez(path, allow_pickle=False, **for_trl(apart, np.asarray(advantage)))
     trl = Trl(TRL_PYTHON.value, MODEL.value, path, MICRO_ROWS.value)
-    first = {"ours": ours.round()["step"], "trl": trl("step")}  # compiles; weights are equal here
-    rounds: list[dict[str, Sample]] = []
-    for _ in range(1 if SMOKE.value else ROUNDS.value):
-      rounds.append(ours.round() | {"trl step": trl("step"), "trl old": trl("old")})
+
+    def one_round() -> dict[str, Timing]:
+      found: dict[str, Timing] = {}
+      for name, side in ours.items():
+        found |= side.round(name)
+      return found | {"trl step": trl("step"), "trl old": trl("old")}
+
+    first = one_round()  # compiles; weights are equal here
+    rounds = []
+    for _ in track(range(1 if SMOKE.value else ROUNDS.value), "rounds"):
+      rounds.append(one_round())
     peaks = {"jax": peak(), "torch": trl("peak")["gflops"]}
     trl.close()
-  report(model, int(batch.action.sum()), first, rounds, peaks, trl.about)
+  report(first, rounds, peaks, trl.about)
 
 
 def report(
-  model: Model,
-  sampled: int,
-  first: dict[str, Sample],
-  rounds: list[dict[str, Sample]],
+  first: dict[str, Timing],
+  rounds: list[dict[str, Timing]],
   peaks: dict[str, float],
   about: dict[str, Any],
 ) -> None:
-  table = Table("part", "CPU-s", "wall s", "GFLOP/s per CPU-s")
-  work = gflop(model, sampled)
-  work |= {"whole": work["evaluate"] + work["step"], "trl step": work["step"]}
-  medians = {
-    part: {
-      name: median([r[part] for r in rounds], name) for name in ("cpu_seconds", "wall_seconds")
-    }
-    for part in rounds[0]
-  }
-  for part, sample in medians.items():
-    rate = f"{work[part] / sample['cpu_seconds']:.0f}" if part in work else ""
-    table.add_row(part, f"{sample['cpu_seconds']:.2f}", f"{sample['wall_seconds']:.2f}", rate)
-  ratio = statistics.median(
-    r["whole"]["cpu_seconds"] / r["trl step"]["cpu_seconds"] for r in rounds
-  )
+  table = Table("part", "CPU-s", "wall s", "CPU-s / TRL's step", "first loss", "gradient norm")
+  parts: dict[str, Timing] = {}
+  for part in rounds[0]:
+    samples = [r[part] for r in rounds]
+    parts[part] = {name: median(samples, name) for name in ("cpu_seconds", "wall_seconds")}
+    parts[part]["cpu_ratio_to_trl_step"] = statistics.median(
+      r[part]["cpu_seconds"] / r["trl step"]["cpu_seconds"] for r in rounds
+    )
+    values = (first[part].get(name) for name in ("loss", "gradient_norm"))
+    numbers = (f"{parts[part][name]:.2f}" for name in parts[part])
+    table.add_row(part, *numbers, *("" if v is None else f"{v:.6g}" for v in values))
   memory = {
-    "ours": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    "ours, both": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     "trl": max(r["trl step"]["peak_bytes"] for r in rounds),
   }
-  results = {
-    "medians": medians, "cpu_ratio_ours_to_trl": ratio, "matmul_gflops_per_cpu_second": peaks,
-    "matmul_gflop": work, "peak_bytes": memory, "first_step": first, "rounds": rounds,
-    "setting": {"rows": ROWS, "length": LENGTH, "sampled": sampled, "micro_rows": MICRO_ROWS.value,
-                "load_average": os.getloadavg()[0], "cpus": os.cpu_count(),
-                "python": platform.python_version(), "jax": jax.__version__, **about},
+  setting = {
+    "episodes": ROWS, "length": LENGTH, "prompt": PROMPT, "micro_rows": MICRO_ROWS.value,
+    "load_average": os.getloadavg()[0], "cpus": os.cpu_count(),
+    "python": platform.python_version(), "jax": jax.__version__, **about,
   }  # fmt: skip
-  console = Console()
-  console.print(table)
-  console.print(
-    f"ours / TRL (no pass for old log-probs): {ratio:.2f} CPU-seconds (bar: at most 1.0); "
-    f"matmul peak {peaks['jax']:.0f} (jax), {peaks['torch']:.0f} (torch) GFLOP/s per CPU-s; "
-    f"peak memory {memory['ours'] / 2**30:.1f} and {memory['trl'] / 2**30:.1f} GiB"
+  Console().print(table)
+  Console().print(
+    f"matmul peak {peaks['jax']:.0f} (jax), {peaks['torch']:.0f} (torch) GFLOP/s per CPU-second; "
+    f"peak memory {memory['ours, both'] / 2**30:.1f} (both of ours) and "
+    f"{memory['trl'] / 2**30:.1f} GiB"
   )
-  for name in ("loss", "gradient_norm"):
-    console.print(f"first step, {name}: {first['ours'][name]:.6g} and {first['trl'][name]:.6g}")
   if not SMOKE.value:
+    results = {
+      "medians": parts, "matmul_gflops_per_cpu_second": peaks, "peak_bytes": memory,
+      "first_round": first, "rounds": rounds, "setting": setting,
+    }  # fmt: skip
     Path(OUTPUT.value).parent.mkdir(parents=True, exist_ok=True)
     Path(OUTPUT.value).write_text(json.dumps(results, indent=1) + "\n")
 

@@ -11,7 +11,15 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from agentrl_jax.models.heads import ValueHead, abstract_value_head, value
+from agentrl_jax.losses.values import expected_value
+from agentrl_jax.models.heads import (
+  CategoricalHead,
+  ValueHead,
+  abstract_categorical_head,
+  abstract_value_head,
+  value,
+  value_logits,
+)
 from agentrl_jax.models.model import Model, Weights
 from agentrl_jax.ops.logprobs import previous
 from agentrl_jax.types import TrajectoryBatch
@@ -21,7 +29,7 @@ from agentrl_jax.types import TrajectoryBatch
 class Critic:
   """What a critic trains beside the policy; `trunk` is None where it reads the policy's states."""
 
-  head: ValueHead
+  head: ValueHead | CategoricalHead
   trunk: Weights = None
 
 
@@ -38,17 +46,37 @@ def of_its_own(model: Model) -> Critic:
   return Critic(abstract_value_head(model.config.embed), model.abstract())
 
 
+def categorical(*, low: float, high: float, bins: int = 51, own: bool = False) -> MakeCritic:
+  """Values as distributions, for `categorical_value_loss` with the same `low` and `high`.
+
+  `own` gives it a model of its own, else it reads the policy's hidden states.
+  """
+
+  def make(model: Model) -> Critic:
+    head = abstract_categorical_head(model.config.embed, bins, low, high)
+    return Critic(head, model.abstract() if own else None)
+
+  return make
+
+
 def values(
   model: Model,
   critic: Critic,
   hidden: Float[Array, "B T D"],
   traj: TrajectoryBatch,
   dtype: DTypeLike,
-) -> Float[Array, "B T"]:
-  """V of the state before each token of a trajectory, 0 elsewhere; float32."""
+) -> tuple[Float[Array, "B T"], Float[Array, "B T K"] | None]:
+  """V of the state before each token of a trajectory, 0 elsewhere, and a categorical head's logits;
+  float32.
+  """
   if critic.trunk is not None:
     trunk = jax.tree.map(lambda w: w.astype(dtype), critic.trunk)
     hidden = model.forward(
       trunk, traj.tokens, traj.sample, traj.position, parent=traj.parent, dtype=dtype
     )
-  return jnp.where(traj.traj >= 0, previous(value(critic.head, hidden), traj.sample), 0.0)
+  if isinstance(critic.head, ValueHead):
+    found, logits = previous(value(critic.head, hidden), traj.sample), None
+  else:
+    logits = previous(value_logits(critic.head, hidden), traj.sample)
+    found = expected_value(logits, critic.head.low, critic.head.high)
+  return jnp.where(traj.traj >= 0, found, 0.0), logits

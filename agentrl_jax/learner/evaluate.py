@@ -1,5 +1,6 @@
 """What the model says about a batch: inside the step with gradient, here without it."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -41,8 +42,8 @@ def policy_eval(
     traj.action,
     temperature=temperature,
   )
-  value = None if critic is None else values(model, critic, hidden, traj, dtype)
-  return PolicyEval(logp=logp, entropy=entropy, value=value)
+  value, logits = (None, None) if critic is None else values(model, critic, hidden, traj, dtype)
+  return PolicyEval(logp=logp, entropy=entropy, value=value, value_logits=logits)
 
 
 def cast(weights: Weights, dtype: DTypeLike) -> Weights:
@@ -74,7 +75,8 @@ def make_evaluate(
     blocks, count = split(batch, rows, mesh)
 
     def asked(block: TrajectoryBatch) -> PolicyEval:
-      return policy_eval(model, compute, block, critic, temperature=temperature, dtype=dtype)
+      found = policy_eval(model, compute, block, critic, temperature=temperature, dtype=dtype)
+      return dataclasses.replace(found, value_logits=None)  # only a loss asks for them
 
     def silent(block: TrajectoryBatch) -> PolicyEval:
       shapes = jax.eval_shape(asked, block)

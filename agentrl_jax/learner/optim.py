@@ -69,3 +69,13 @@ def only(
     return jax.tree.map(lambda yes: "trained" if yes else "frozen", trainable(weights))
 
   return optax.partition({"trained": optimizer, "frozen": optax.set_to_zero()}, label)
+
+
+def with_critic(
+  actor: optax.GradientTransformation, critic: optax.GradientTransformation
+) -> optax.GradientTransformation:
+  """`actor` for the policy's weights and `critic` for the critic's, each with its own clipping.
+
+  For runs whose algorithm needs values: without a critic there is nothing to partition.
+  """
+  return optax.partition({"actor": actor, "critic": critic}, ("actor", "critic"))

@@ -1,7 +1,7 @@
 """Named algorithms: each is one composition of the five slots and nothing else.
 
 Docstrings give paper and equation. The weight is the paper's aggregation; any correction for the
-engine (`corrections`) may wrap it.
+engine (`corrections`) may wrap it. `critic` replaces the value loss of those that have one.
 """
 
 from agentrl_jax.losses.advantages import (
@@ -36,7 +36,7 @@ from agentrl_jax.losses.values import value_loss
 from agentrl_jax.losses.weights import drop_truncated, fixed_length, mean_over
 from agentrl_jax.ops.scales import TOKEN, TRAJ, TURN, Scale
 from agentrl_jax.ops.stats import k2, k3
-from agentrl_jax.types import AdvantageFn, Algorithm, PenaltyFn
+from agentrl_jax.types import AdvantageFn, Algorithm, LossFn, PenaltyFn
 
 GROUPS = (some_group_of_two,)
 VALUE, NOTHING = frozenset({"value"}), frozenset[str]()
@@ -145,29 +145,33 @@ def minirl(*, low: float = 0.2, high: float = 0.2) -> Algorithm:
 
 
 def ppo(
-  *, gamma: float = 1.0, lam: float = 0.95, low: float = 0.2, high: float = 0.2, coef: float = 0.5
-) -> Algorithm:
+  *, gamma: float = 1.0, lam: float = 0.95, low: float = 0.2, high: float = 0.2, coef: float = 0.5,
+  critic: LossFn | None = None,
+) -> Algorithm:  # fmt: skip
   """PPO (arXiv 1707.06347) over tokens, dual clip 3 (arXiv 1912.09729), clipped value loss."""
-  loss = add(policy_loss(per_token(), clip(low, high, dual=3.0)), value_loss(coef, clip=0.2))
+  loss = add(
+    policy_loss(per_token(), clip(low, high, dual=3.0)), critic or value_loss(coef, clip=0.2)
+  )
   return Algorithm(gae(TOKEN, gamma=gamma, lam=lam), mean_over(TOKEN), loss, VALUE)
 
 
 def turn_ppo(
-  *, gamma: float = 1.0, lam: float = 0.95, low: float = 0.2, high: float = 0.28, coef: float = 0.5
-) -> Algorithm:
+  *, gamma: float = 1.0, lam: float = 0.95, low: float = 0.2, high: float = 0.28, coef: float = 0.5,
+  critic: LossFn | None = None,
+) -> Algorithm:  # fmt: skip
   """Turn-PPO (arXiv 2512.17008): a turn is a step of the critic, a token a step of the actor."""
-  loss = add(policy_loss(per_token(), clip(low, high, dual=3.0)), value_loss(coef))
+  loss = add(policy_loss(per_token(), clip(low, high, dual=3.0)), critic or value_loss(coef))
   return Algorithm(gae(TURN, gamma=gamma, lam=lam, critic_lam=1.0), mean_over(TOKEN), loss, VALUE)
 
 
 def vapo(
   *, alpha: float = 0.05, low: float = 0.2, high: float = 0.28, imitate: float = 0.1,
-  coef: float = 0.5, scale: Scale = TOKEN,
+  coef: float = 0.5, scale: Scale = TOKEN, critic: LossFn | None = None,
 ) -> Algorithm:  # fmt: skip
   """VAPO (arXiv 2504.05118): length-adaptive lambda, critic lambda 1, likelihood of successes."""
   advantage = gae(scale, lam=length_adaptive(alpha), critic_lam=1.0)
   actor = policy_loss(per_token(), clip(low, high), imitate_successes(imitate))
-  return Algorithm(advantage, mean_over(TOKEN), add(actor, value_loss(coef)), VALUE)
+  return Algorithm(advantage, mean_over(TOKEN), add(actor, critic or value_loss(coef)), VALUE)
 
 
 def gigpo(
@@ -183,7 +187,7 @@ def gigpo(
 
 def mpo(
   *, advantage: AdvantageFn | None = None, scale: Scale = TURN, low: float = 3e-3,
-  high: float = 4e-3, kl: float = 0.0, coef: float = 0.5,
+  high: float = 4e-3, kl: float = 0.0, coef: float = 0.5, critic: LossFn | None = None,
 ) -> Algorithm:  # fmt: skip
   """MPO, our reading: two-scale GAE, turn ratio with each token's own gradient, critic at turns.
 
@@ -192,7 +196,7 @@ def mpo(
   """
   penalties, needs = _kl(kl)
   actor = policy_loss(straight_through(scale), clip(low, high, dual=3.0), *penalties)
-  loss = add(actor, value_loss(coef))
+  loss = add(actor, critic or value_loss(coef))
   return Algorithm(advantage or two_scale_gae(), mean_over(TOKEN), loss, VALUE | needs)
 
 
@@ -202,15 +206,16 @@ def mpo_mix(*, traj: float = 1.0, turn: float = 1.0, token: float = 0.0) -> Algo
 
 
 def ac2(
-  *, low: float = 0.2, start: float = 0.34, coef: float = 0.5, min_valid: int = 8
-) -> Algorithm:
+  *, low: float = 0.2, start: float = 0.34, coef: float = 0.5, min_valid: int = 8,
+  critic: LossFn | None = None,
+) -> Algorithm:  # fmt: skip
   """AC2 (arXiv 2609.39247): endpoint baseline; a controller of entropy moves the upper clip."""
   actor = with_clip_high(
     lambda high: policy_loss(per_token(), clip(low, high, dual=3.0)), start=start
   )
   weight = valid_endpoints(mean_over(TOKEN))
   advantage = endpoint_baseline(min_valid=min_valid)
-  return Algorithm(advantage, weight, add(actor, value_loss(coef)), VALUE, GROUPS)
+  return Algorithm(advantage, weight, add(actor, critic or value_loss(coef)), VALUE, GROUPS)
 
 
 def canopy(*, kl: float = 1e-4, low: float = 0.2, high: float = 0.2) -> Algorithm:

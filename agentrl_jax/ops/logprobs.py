@@ -71,9 +71,11 @@ def has_previous(sample: Int[Array, "B T"]) -> Bool[Array, "B T"]:
   return (sample >= 0) & (sample == before)
 
 
-def previous(x: Float[Array, "B T"], sample: Int[Array, "B T"]) -> Float[Array, "B T"]:
+def previous(x: Float[Array, "B T *K"], sample: Int[Array, "B T"]) -> Float[Array, "B T *K"]:
   """x of the position before, 0 at a stream's first: what the state *before* token t says of it."""
-  return jnp.where(has_previous(sample), jnp.pad(x[:, :-1], ((0, 0), (1, 0))), 0.0)
+  inner = ((0, 0),) * (x.ndim - 2)
+  there = has_previous(sample).reshape(*sample.shape, *(1,) * len(inner))
+  return jnp.where(there, jnp.pad(x[:, :-1], ((0, 0), (1, 0), *inner)), 0.0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -12,6 +12,7 @@ import optax
 
 from agentrl_jax.envs.datasets import TaskSource
 from agentrl_jax.learner.critic import MakeCritic, on_policy
+from agentrl_jax.losses.readiness import ClipController
 from agentrl_jax.orchestrate.engines import OpenEngine
 from agentrl_jax.rollout.chat import Renderer
 from agentrl_jax.rollout.environment import BuildEnv
@@ -72,7 +73,8 @@ class Experiment:
 
   `max_mismatch` bounds |old - behavior| log-prob of tokens that the current weights sampled: engine
   and trainer must be the same policy. About 1e-4 is reachable in float32; declare more for bfloat16
-  engines.
+  engines. `clip` moves the upper clip of algorithms that read it (`with_clip_high`, as `ac2`) after
+  each step by the policy's entropy.
   """
 
   model: str
@@ -93,6 +95,7 @@ class Experiment:
   keep_checkpoints: int = 2
   max_mismatch: float = 1e-4
   critic: MakeCritic = on_policy
+  clip: ClipController | None = None
 
   def __post_init__(self):
     if self.steps < 1:

@@ -25,6 +25,7 @@ from agentrl_jax.learner.evaluate import EvaluateFn, make_evaluate
 from agentrl_jax.learner.rows import rows_per_micro_batch
 from agentrl_jax.learner.state import TrainState, abstract_state, make_state
 from agentrl_jax.learner.step import PrepareFn, StepFn, make_prepare, make_step
+from agentrl_jax.losses.readiness import ClipController
 from agentrl_jax.models.hf import load_model, load_weights, save_weights
 from agentrl_jax.models.model import Model
 from agentrl_jax.models.sharding import make_mesh, shardings
@@ -63,6 +64,7 @@ class Run:
   saver: checkpoint.Saver
   metrics: MetricsWriter
   progress: Progressing
+  clip: ClipController | None = None
 
   @property
   def rows(self) -> int:
@@ -98,7 +100,12 @@ class Run:
     """Starts a checkpoint of this moment."""
     self.saver.save(
       self.state,
-      checkpoint.HostState(self.experiment.seed, self.step, {"next": self.cursor}),
+      checkpoint.HostState(
+        self.experiment.seed,
+        self.step,
+        {"next": self.cursor},
+        {} if self.clip is None else {"clip_offset": self.clip.offset},
+      ),
     )
 
   def export(self) -> Path:
@@ -125,7 +132,8 @@ async def open_run(
   with contextlib.ExitStack() as stack:
     stack.enter_context(lock(workdir))
     mesh = make_mesh(devices=None, **experiment.mesh)
-    state, step, cursor = _state(experiment, workdir, model, mesh)
+    state, host_state = _state(experiment, workdir, model, mesh)
+    step = int(state.step)
     if step:
       progress.say(f"resuming after step {step} from {workdir / 'checkpoints'}")
     _write_json(workdir / "run.json", {"model_directory": str(directory.resolve())})
@@ -154,7 +162,8 @@ async def open_run(
         state=state,
         reference=_reference(experiment, model, mesh),
         step=step,
-        cursor=cursor,
+        cursor=int(host_state.cursor["next"]),
+        clip=_clip(experiment, host_state),
         play=make_play(experiment, host.engine),
         host=host,
         saver=saver,
@@ -180,14 +189,14 @@ def lock(workdir: Path) -> Iterator[None]:
 
 def _state(
   experiment: Experiment, workdir: Path, model: Model, mesh: Mesh
-) -> tuple[TrainState, int, int]:
-  """(state, finished steps, task cursor): the last complete checkpoint's, or the start's."""
+) -> tuple[TrainState, checkpoint.HostState]:
+  """The last complete checkpoint's, or the start's."""
   path = checkpoint.latest(workdir / "checkpoints")
   if path is None:
     directory = Path(experiment.model)
     made_by = critic_of(experiment)
     state = make_state(model, experiment.optimizer, mesh, directory=directory, critic=made_by)
-    return state, 0, 0
+    return state, checkpoint.HostState(experiment.seed, 0, {"next": 0})
   abstract = abstract_state(model, experiment.optimizer, mesh, critic=critic_of(experiment))
   state, host = checkpoint.restore(path, abstract)
   if host.seed != experiment.seed:
@@ -195,7 +204,14 @@ def _state(
       f"{path} is of a run with seed {host.seed}, this configuration has {experiment.seed}: "
       "use another work directory"
     )
-  return state, int(state.step), int(host.cursor["next"])
+  return state, host
+
+
+def _clip(experiment: Experiment, host: checkpoint.HostState) -> ClipController | None:
+  """The experiment's, where a checkpoint left it."""
+  if experiment.clip is None or "clip_offset" not in host.carry:
+    return experiment.clip
+  return dataclasses.replace(experiment.clip, offset=float(host.carry["clip_offset"]))
 
 
 def critic_of(experiment: Experiment) -> MakeCritic | None:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 
 from agentrl_jax.orchestrate.evaluate import evaluate, read_records, summary, write_records
@@ -66,13 +67,14 @@ async def take_step(run: Run) -> None:
   )
   for check in experiment.algorithm.checks:
     check(packed.batch)
-  aux = frozen_evaluations(run, packed.batch)
+  aux, entropy = frozen_evaluations(run, packed.batch)
   mismatch = check_mismatch(run, packed, np.asarray(aux.old_logp))
   clock.lap("evaluate")
 
   loss_batch = run.prepare(packed.batch, aux)
   run.state, metrics = run.update(run.state, loss_batch)
   synchronise(run.state)
+  run.clip = None if run.clip is None else run.clip.after_step(entropy)
   clock.lap("update")
 
   trajectories = run.workdir / "trajectories" / f"step_{run.step:06d}.jsonl"
@@ -91,11 +93,15 @@ async def take_step(run: Run) -> None:
     run.save()
 
 
-def frozen_evaluations(run: Run, batch: TrajectoryBatch) -> Aux:
-  """Old and, where a loss asks for it, reference log-probs of the batch, without gradient."""
+def frozen_evaluations(run: Run, batch: TrajectoryBatch) -> tuple[Aux, float]:
+  """Old and, where a loss asks for it, reference log-probs of the batch, without gradient; and the
+  policy's mean entropy over its tokens.
+  """
   old = run.policy(run.state.weights, batch, run.state.critic)
   reference = None if run.reference is None else run.policy(run.reference, batch).logp
-  return Aux(old_logp=old.logp, ref_logp=reference, value=old.value)
+  high = None if run.clip is None else jnp.float32(run.clip.high)
+  entropy = float(np.asarray(old.entropy)[batch.action].mean())
+  return Aux(old_logp=old.logp, ref_logp=reference, value=old.value, clip_high=high), entropy
 
 
 def check_mismatch(run: Run, packed: Packed, old_logp: np.ndarray) -> Mapping[str, float]:

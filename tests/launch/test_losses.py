@@ -11,6 +11,7 @@ import fiddle as fdl
 import pytest
 
 from agentrl_jax.losses import recipes
+from agentrl_jax.losses.readiness import ClipController
 from agentrl_jax.orchestrate import tiny
 from configs import tiny_rl
 from launch.explain import algorithms
@@ -73,6 +74,27 @@ def test_every_recipe_trains_three_steps(recipe, model, cache, tmp_path):
   losses = [x["loss"] for x in map(json.loads, lines) if "loss" in x]
   assert len(losses) == 3
   assert all(abs(x) < 1e3 for x in losses)
+
+
+def controlled():
+  """AC2 with its controller of the upper clip, a checkpoint after every step."""
+  config = smallest()
+  config.clip = fdl.Config(ClipController, offset=0.06, base=0.28, target=0.28, step=0.02)
+  config.steps, config.checkpoint_every = int(os.environ["AGENTRL_STEPS"]), 1
+  return config
+
+
+def test_the_entropy_moves_the_upper_clip_also_over_a_restart(model, cache, tmp_path):
+  """A random model's entropy is far above the target: the clip narrows by a step a step."""
+  command = ["launch.train", "--config=config:tests.launch.test_losses.controlled"]
+  for steps in ("2", "3"):
+    launch(
+      [*command, f"--workdir={tmp_path}/run"], AGENTRL_TINY=str(model), AGENTRL_RECIPE="ac2",
+      AGENTRL_STEPS=steps, JAX_COMPILATION_CACHE_DIR=cache,
+    )  # fmt: skip
+  lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+  clips = [json.loads(line)["clip_high"] for line in lines]
+  assert clips == pytest.approx([0.34, 0.32, 0.30])
 
 
 def documented() -> str:

@@ -1,5 +1,6 @@
 """`launch.train` from outside: it survives kill -9 bit for bit, and faults are one line."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -200,3 +201,38 @@ def test_two_runs_do_not_share_a_work_directory(places, tmp_path):
     assert "Traceback" not in output
   finally:
     first.kill()
+
+
+def server_processes(model: str) -> list[int]:
+  """Every process of the SGLang server of this model directory."""
+  found = []
+  for path in pathlib.Path("/proc").glob("[0-9]*"):
+    with contextlib.suppress(OSError):
+      arguments = (path / "cmdline").read_bytes().split(b"\0")
+      if b"sglang.launch_server" in arguments and model.encode() in arguments:
+        found.append(int(path.name))
+  return found
+
+
+@pytest.mark.sglang
+def test_kill_9_of_the_server_costs_no_step(places, sglang_python, tmp_path):
+  """The run restarts it, goes on, and at its end leaves no process behind."""
+  workdir, model = tmp_path / "run", places["AGENTRL_TEST_MODEL"]
+  environment = places | {"AGENTRL_SGLANG_PYTHON": str(sglang_python)}
+  process = start(command(workdir, "--config=fiddler:use_sglang"), **environment)
+  metrics = workdir / "metrics.jsonl"
+  deadline = time.monotonic() + 240
+  while not metrics.exists() or not metrics.read_text():
+    assert process.poll() is None, process.communicate()[0][-3000:]
+    assert time.monotonic() < deadline, "no step within 240 s"
+    time.sleep(0.02)
+  (server,) = server_processes(model)
+  os.kill(server, signal.SIGKILL)
+  code, output = finish(process)
+  assert code == 0, output[-3000:]
+  assert "Traceback" not in output
+  assert "engine restarted in" in output
+  assert [row["step"] for row in rows(workdir)] == list(range(STEPS))
+  assert all(row["faults"] == 0 and row["mismatch_max"] <= 1e-4 for row in rows(workdir))
+  assert len(episodes(workdir)) == STEPS * 16
+  assert server_processes(model) == []

@@ -6,11 +6,13 @@ import numpy as np
 import optax
 import pytest
 
-from agentrl_jax.learner.critic import of_its_own, on_policy
+from agentrl_jax.learner.critic import categorical, of_its_own, on_policy
 from agentrl_jax.learner.evaluate import make_evaluate
+from agentrl_jax.learner.optim import with_critic
 from agentrl_jax.learner.state import make_state
 from agentrl_jax.learner.step import make_prepare, make_step
 from agentrl_jax.losses.recipes import critic_only, ppo
+from agentrl_jax.losses.values import categorical_value_loss
 from agentrl_jax.models import llama
 from agentrl_jax.models.sharding import make_mesh
 from agentrl_jax.types import Aux
@@ -97,3 +99,40 @@ def test_eight_devices_train_the_same_critic():
     state, _ = step(state, batch)
     results.append(jax.device_get((state.weights, state.critic)))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *results)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["on the policy", "of its own"])
+def test_a_categorical_critic_starts_in_the_middle_and_learns(own):
+  """Its error falls by its own cross-entropy, through the head it declares."""
+  ends = {"low": -3.0, "high": 3.0}
+  algorithm = critic_only()._replace(loss=categorical_value_loss(**ends, coef=1.0))
+  first, _, state, errors = trained(categorical(**ends, bins=13, own=own), algorithm, 40, rate=0.03)
+  np.testing.assert_allclose(first.value, 0.0, atol=1e-6)
+  assert first.value_logits is None
+  assert errors[-1] < 0.5 * errors[0]
+  assert state.critic.head.weight.shape == (16, 13)
+
+
+def test_bins_that_make_no_sense_are_refused():
+  for bins, low, high in [(1, 0.0, 1.0), (5, 1.0, 1.0)]:
+    with pytest.raises(ValueError, match=f"{bins} bins from {low}"):
+      categorical(low=low, high=high, bins=bins)(MODEL)
+
+
+def test_actor_and_critic_have_rates_of_their_own():
+  """With the critic's rate at 0 only the policy moves, and the other way round."""
+  for actor, critic in [(0.1, 0.0), (0.0, 0.1)]:
+    mesh, packed, algorithm = make_mesh(data=1), made(), ppo()
+    optimizer = with_critic(optax.sgd(actor), optax.sgd(critic))
+    state = make_state(MODEL, optimizer, mesh, seed=1, critic=of_its_own)
+    before = jax.device_get((state.weights, state.critic))
+    old = make_evaluate(MODEL, mesh, rows=8)(state.weights, packed.batch, state.critic)
+    batch = make_prepare(algorithm)(packed.batch, Aux(old_logp=old.logp, value=old.value))
+    step = make_step(MODEL, optimizer, algorithm, mesh, micro_rows=4, critic=of_its_own)
+    state, _ = step(state, batch)
+    after = jax.device_get((state.weights, state.critic))
+    moved = [
+      max(np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, pair), strict=True))
+      for pair in zip(before, after, strict=True)
+    ]
+    assert [m > 0 for m in moved] == [actor > 0, critic > 0]

@@ -21,6 +21,7 @@ ORACLES = "tests/losses/test_oracles.py"
 VALUES = "tests/losses/test_values.py"
 READY = "tests/losses/test_readiness.py"
 CHECKS = "tests/losses/test_checks.py"
+SHARED = "tests/orchestrate/test_shared_prompts.py"
 
 TABLE = {
   f"{LOSSES}/advantages.py": (REFERENCES, [
@@ -33,11 +34,13 @@ TABLE = {
     ("variance = jnp.square(centred).sum() / jnp.maximum(count - 1.0, 1.0)", "variance = jnp.square(centred).sum() / count"),
     ("return Credit(-k1(delta))", "return Credit(k1(delta))"),
   ]),
-  f"{LOSSES}/anchors.py": (REFERENCES, [
+  f"{LOSSES}/anchors.py": (f"{REFERENCES} {SHARED}", [
     ("belongs &= jnp.logical_not(batch.action)", "belongs |= batch.action"),
-    ("terms = (batch.tokens.astype(jnp.uint32) + jnp.uint32(1)) * powers[upcoming - column]", "terms = (batch.tokens.astype(jnp.uint32) + jnp.uint32(1)) * powers[0]"),
+    ("terms = token * powers[upcoming - column]", "terms = token * powers[0]"),
     ("belongs = (batch.sample >= 0) & (upcoming < length) & (pick(batch.sample) == batch.sample)", "belongs = (batch.sample >= 0) & (upcoming < length)"),
-    ("terms = (batch.tokens.astype(jnp.uint32) + jnp.uint32(1)) * powers[upcoming - column]", "terms = batch.tokens.astype(jnp.uint32) * jnp.uint32(0)"),
+    ("token = batch.tokens.astype(jnp.uint32) + jnp.uint32(1)", "token = batch.tokens.astype(jnp.uint32) * jnp.uint32(0)"),
+    ("before = powers[jnp.maximum(spread(last, streams) - batch.position, 0)]", "before = powers[jnp.maximum(spread(last, streams) - batch.position + 1, 0)]"),
+    ("inside = (batch.parent >= 0) & (batch.parent != batch.sample)", "inside = batch.parent >= 0"),
     ("observed = Partition(jnp.where(belongs, pick(TURN(batch).ids), -1), batch.turn_traj.shape[0])", "observed = Partition(jnp.where(belongs, pick(TURN(batch).ids) - 1, -1), batch.turn_traj.shape[0])"),
   ]),
   f"{LOSSES}/gae.py": (f"{REFERENCES} {GRADIENTS}", [

@@ -9,6 +9,7 @@ from agentrl_jax.learner.evaluate import make_evaluate
 from agentrl_jax.learner.state import make_state
 from agentrl_jax.learner.step import make_prepare, make_step
 from agentrl_jax.losses import recipes
+from agentrl_jax.losses.anchors import observation_before
 from agentrl_jax.models import llama
 from agentrl_jax.models.sharding import make_mesh
 from agentrl_jax.orchestrate.pack import pack, unpack
@@ -42,6 +43,15 @@ def learned(packed, algorithm):
   state, _ = step(state, batch)
   moved = jax.tree.map(np.subtract, jax.device_get(state.weights), before)
   return unpack(np.asarray(old.logp), packed), moved
+
+
+def test_equal_observations_keep_equal_keys():
+  """Where a prompt is cut differs from row to row; what a turn answers does not."""
+  apart, shared = packings(100)
+  assert len({int(x) for x in shared.batch.parent[shared.batch.action]}) > 1
+  for a, b in zip(*(observation_before(p.batch) for p in (apart, shared)), strict=True):
+    turns = apart.batch.turn_traj >= 0
+    np.testing.assert_array_equal(np.asarray(a)[turns], np.asarray(b)[turns])
 
 
 @pytest.mark.parametrize("row_length", [100, 300], ids=["plain", "blockwise"])
