@@ -278,13 +278,15 @@ def server_environment(tensor_parallel: int, *, cuda: bool) -> dict[str, str]:
 
   Log-probs stay those of the temperature-scaled distribution. /health answers without generating: a
   generating one fails while generation is paused for a weight update, and a stuck scheduler is
-  caught by the deadline of each call.
+  caught by the deadline of each call. A context longer than the model's is allowed, as SGLang keeps
+  some of it for itself.
   """
   environment = dict(os.environ)
   environment |= {
     "HF_HUB_OFFLINE": "1",
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
   }
   if not cuda:
     environment["SGLANG_USE_CPU_ENGINE"] = "1"

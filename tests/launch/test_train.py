@@ -215,24 +215,29 @@ def server_processes(model: str) -> list[int]:
 
 
 @pytest.mark.sglang
+@pytest.mark.timeout(900)  # a server needs a minute or two to start where the cores are busy
 def test_kill_9_of_the_server_costs_no_step(places, sglang_python, tmp_path):
   """The run restarts it, goes on, and at its end leaves no process behind."""
   workdir, model = tmp_path / "run", places["AGENTRL_TEST_MODEL"]
   environment = places | {"AGENTRL_SGLANG_PYTHON": str(sglang_python)}
-  process = start(command(workdir, "--config=fiddler:use_sglang"), **environment)
-  metrics = workdir / "metrics.jsonl"
-  deadline = time.monotonic() + 240
-  while not metrics.exists() or not metrics.read_text():
-    assert process.poll() is None, process.communicate()[0][-3000:]
-    assert time.monotonic() < deadline, "no step within 240 s"
-    time.sleep(0.02)
-  (server,) = server_processes(model)
-  os.kill(server, signal.SIGKILL)
-  code, output = finish(process)
+  more = ["--config=fiddler:use_sglang", "--config=set:steps=2"]
+  process = start(command(workdir, *more), **environment)
+  try:
+    metrics = workdir / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while not metrics.exists() or not metrics.read_text():
+      assert process.poll() is None, process.communicate()[0][-3000:]
+      assert time.monotonic() < deadline, "no step within 240 s"
+      time.sleep(0.02)
+    server = max(pid for pid in server_processes(model) if os.getpgid(pid) == pid)
+    os.kill(server, signal.SIGKILL)
+    code, output = finish(process, 500)
+  finally:
+    process.kill()
   assert code == 0, output[-3000:]
   assert "Traceback" not in output
   assert "engine restarted in" in output
-  assert [row["step"] for row in rows(workdir)] == list(range(STEPS))
+  assert [row["step"] for row in rows(workdir)] == [0, 1]
   assert all(row["faults"] == 0 and row["mismatch_max"] <= 1e-4 for row in rows(workdir))
-  assert len(episodes(workdir)) == STEPS * 16
+  assert len(episodes(workdir)) == 2 * 16
   assert server_processes(model) == []
