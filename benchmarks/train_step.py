@@ -62,7 +62,7 @@ def make_episodes(vocabulary: int) -> list[list[Episode]]:
     return rng.integers(0, vocabulary, size, dtype=np.int32)
 
   def action(turn: int, size: int) -> Segment:
-    return Segment(Kind.ACTION, ids(size), turn, -np.ones(size), np.zeros(size))
+    return Segment(Kind.ACTION, ids(size), turn, -np.ones(size), np.zeros(size, int))
 
   def episode(group: int, member: int, prompt: Segment) -> Episode:
     result, call = int(rng.integers(5, 31)), int(rng.integers(10, 21))
