@@ -47,11 +47,12 @@ def calculator(
   finished: float = 0.1,
   tool: float = 0.0,
   examples: int = len(calculator_env.EXAMPLES),
+  new_templates: bool = True,
   seed: int = 0,
   renderer: MakeRenderer | None = None,
   data_dir: str = "runs/tasks",
 ) -> Taskset:
-  """Word problems with a calculator; train and held-out share no template and no number.
+  """Word problems with a calculator; train and held-out share no problem.
 
   Args:
     train_tasks: different training problems.
@@ -60,12 +61,18 @@ def calculator(
     finished: reward for answering at all; a correct answer is 1 more.
     tool: reward for having used the calculator.
     examples: worked examples shown before the question.
+    new_templates: held-out problems have templates and number ranges of their own; else they are
+      further problems of the training kind, as fits a model that knows nothing else.
     seed: of the order of training problems.
     renderer: how the model reads; default `transcript()`.
     data_dir: where the problems are kept as array_record.
   """
-  train = calculator_env.make_tasks("train", train_tasks, two_step=two_step)
-  held_out = calculator_env.make_tasks("held_out", held_out_tasks, two_step=two_step)
+  make = functools.partial(calculator_env.make_tasks, two_step=two_step)
+  if new_templates:
+    train, held_out = make("train", train_tasks), make("held_out", held_out_tasks)
+  else:
+    both = make("train", train_tasks + held_out_tasks)
+    train, held_out = both[:train_tasks], both[train_tasks:]
   return Taskset(
     build=functools.partial(calculator_env.build, examples=calculator_env.EXAMPLES[:examples]),
     train=TaskSource(store_tasks(train, data_dir, "calculator-train"), seed),
