@@ -20,7 +20,7 @@ def _limits() -> fdl.Config[Limits]:
 
 
 def _tasks() -> fdl.Config[Taskset]:
-  """Without the worked examples: what they show is in the weights. No template that it never saw."""
+  """No worked examples, as what they show is in the weights, and no template that it never saw."""
   return fdl.Config(tasksets.calculator, examples=0, two_step=0.0, new_templates=False)
 
 

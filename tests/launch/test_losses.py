@@ -7,32 +7,14 @@ import re
 import subprocess
 import sys
 
-import fiddle as fdl
 import pytest
 
-from agentrl_jax.losses import recipes
-from agentrl_jax.losses.readiness import ClipController
 from agentrl_jax.orchestrate import tiny
-from configs import tiny_rl
 from launch.explain import algorithms
 
 ROOT = pathlib.Path(__file__).parents[2]
 CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 RECIPES = list(algorithms(["all"]))
-ARGUMENTS = {"dr_grpo": {"length": 16.0}, "dapo": {"limit": 40, "buffer": 20}}
-
-
-def smallest():
-  """A run of three steps of four groups of four episodes on a model of one layer."""
-  config = tiny_rl()
-  config.model = os.environ["AGENTRL_TINY"]
-  config.steps, config.concurrency, config.checkpoint_every = 3, 16, 100
-  config.engine.slots = 16
-  config.batch.groups, config.batch.members, config.batch.only_mixed = 4, 4, False
-  config.evaluation.tasks, config.evaluation.samples = 2, 1
-  recipe = os.environ["AGENTRL_RECIPE"]
-  config.algorithm = fdl.Config(getattr(recipes, recipe), **ARGUMENTS.get(recipe, {}))
-  return config
 
 
 def launch(arguments, **environment):
@@ -65,7 +47,7 @@ def cache(tmp_path_factory):
 def test_every_recipe_trains_three_steps(recipe, model, cache, tmp_path):
   launch(
     [
-      "launch.train", "--config=config:tests.launch.test_losses.smallest",
+      "launch.train", "--config=config:tests.launch.smallest.smallest",
       f"--workdir={tmp_path}/run",
     ],
     AGENTRL_TINY=str(model), AGENTRL_RECIPE=recipe, JAX_COMPILATION_CACHE_DIR=cache,
@@ -76,17 +58,9 @@ def test_every_recipe_trains_three_steps(recipe, model, cache, tmp_path):
   assert all(abs(x) < 1e3 for x in losses)
 
 
-def controlled():
-  """AC2 with its controller of the upper clip, a checkpoint after every step."""
-  config = smallest()
-  config.clip = fdl.Config(ClipController, offset=0.06, base=0.28, target=0.28, step=0.02)
-  config.steps, config.checkpoint_every = int(os.environ["AGENTRL_STEPS"]), 1
-  return config
-
-
 def test_the_entropy_moves_the_upper_clip_also_over_a_restart(model, cache, tmp_path):
   """A random model's entropy is far above the target: the clip narrows by a step a step."""
-  command = ["launch.train", "--config=config:tests.launch.test_losses.controlled"]
+  command = ["launch.train", "--config=config:tests.launch.smallest.controlled"]
   for steps in ("2", "3"):
     launch(
       [*command, f"--workdir={tmp_path}/run"], AGENTRL_TINY=str(model), AGENTRL_RECIPE="ac2",

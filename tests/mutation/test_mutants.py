@@ -35,6 +35,28 @@ def copy(tmp_path_factory):
   return where
 
 
+def outcome(tests: str, copy: pathlib.Path) -> subprocess.CompletedProcess:
+  """Runs the tests on the copy until one fails."""
+  environment = os.environ | {
+    "PYTHONPATH": str(copy),
+    "JAX_COMPILATION_CACHE_DIR": str(copy / "cache"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+  }
+  command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+  return subprocess.run(
+    [*command, *tests.split()], cwd=copy, env=environment, capture_output=True, text=True,
+    timeout=1000,
+  )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("tests", sorted({mutant.tests for mutant in MUTANTS}))
+def test_without_a_fault_nothing_is_noticed(tests, copy):
+  done = outcome(tests, copy)
+  assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("index", range(len(MUTANTS)))
@@ -44,17 +66,8 @@ def test_a_fault_is_noticed(index, copy):
     pytest.skip("another file was asked for")
   original = (ROOT / mutant.file).read_text()
   (copy / mutant.file).write_text(original.replace(mutant.line, mutant.broken))
-  environment = os.environ | {
-    "PYTHONPATH": str(copy),
-    "JAX_COMPILATION_CACHE_DIR": str(copy / "cache"),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-  }
-  command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
   try:
-    done = subprocess.run(
-      [*command, *mutant.tests.split()], cwd=copy, env=environment, capture_output=True, text=True,
-      timeout=1000,
-    )  # fmt: skip
+    done = outcome(mutant.tests, copy)
   finally:
     (copy / mutant.file).write_text(original)
   assert done.returncode in (0, 1), done.stdout + done.stderr
