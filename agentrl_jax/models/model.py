@@ -102,6 +102,8 @@ class Model:
     tokens: Int[Array, "B T"],
     sample: Int[Array, "B T"],
     position: Int[Array, "B T"],
+    *,
+    parent: Int[Array, "B T"] | None = None,
     **options: Any,
   ) -> Float[Array, "B T D"]:
     """Hidden states after the final norm, for packed rows.
@@ -110,10 +112,12 @@ class Model:
       sample: a position attends to earlier ones of the same row with the same id; -1 is padding,
         whose hidden states are finite and meaningless.
       position: of the token within its sample, from 0; read by the rotary embedding.
+      parent: the id of the stream of the same row that a position's sample continues, its own where
+        none; a family that cannot share prefixes has no such argument.
       **options: `dtype` of activations (float32), `remat` (a transformation of the layer function
-        such as `jax.checkpoint`), `matmul` (a `models.layers.Matmul`), `parent` ([B T], the id of
-        the stream of the same row that a position's sample continues, its own where none).
+        such as `jax.checkpoint`), `matmul` (a `models.layers.Matmul`).
     """
+    options |= {} if parent is None else {"parent": parent}
     return self.functions.forward(self.config, weights, tokens, sample, position, **options)
 
   def unembedding(self, weights: Weights) -> Float[Array, "D V"]:
