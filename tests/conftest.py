@@ -16,7 +16,6 @@ FLAGS = (
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 
 import jax  # noqa: E402
-import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -24,16 +23,5 @@ jax.config.update("jax_debug_nans", True)
 
 # A shell ignores SIGINT for what it starts in the background, and these tests' programs inherit it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_collection_modifyitems(items):
-  """With several processes a file's tests stay in one, as they share fixtures, and so do all files
-  that need SGLang, as they share a server.
-  """
-  server = {item.path for item in items if item.get_closest_marker("sglang")}
-  for item in items:
-    group = "sglang" if item.path in server else str(item.path)
-    item.add_marker(pytest.mark.xdist_group(group))
-
 
 pytest_plugins = ["tests.sglang_fixture"]
