@@ -73,25 +73,26 @@ def _check_parents(batch: TrajectoryBatch) -> None:
   """A parent is a stream without trajectory or action, whole and earlier in the same row."""
   if batch.parent is None:
     return
-  for b, t in np.argwhere((batch.parent != batch.sample) & (batch.sample >= 0)):
-    if t and batch.sample[b, t] == batch.sample[b, t - 1]:
-      same = batch.parent[b, t] == batch.parent[b, t - 1]
-      problem = "" if same else "changes its parent"
-    else:
-      parent = np.flatnonzero(batch.sample[b, :t] == batch.parent[b, t])
-      if not parent.size:
-        problem = "lies nowhere before it"
-      elif (batch.traj[b, parent] >= 0).any():
-        problem = "belongs to a trajectory"
-      elif batch.position[b, t] != batch.position[b, parent[-1]] + 1:
-        ends = batch.position[b, parent[-1]]
-        problem = f"ends at position {ends}, the sample begins at {batch.position[b, t]}"
-      else:
-        problem = ""
-    if problem:
-      raise ValueError(
-        f"parent {batch.parent[b, t]} of sample {batch.sample[b, t]} at row {b}, {t}: {problem}"
-      )
+  goes_on = (batch.sample[:, 1:] == batch.sample[:, :-1]) & (batch.sample[:, 1:] >= 0)
+  for b, t in np.argwhere(goes_on & (batch.parent[:, 1:] != batch.parent[:, :-1]))[:1]:
+    _refuse_parent(batch, b, t + 1, "changes its parent")
+  starts = np.pad(np.logical_not(goes_on), ((0, 0), (1, 0)), constant_values=True)
+  for b, t in np.argwhere(starts & (batch.parent != batch.sample) & (batch.sample >= 0)):
+    parent = np.flatnonzero(batch.sample[b, :t] == batch.parent[b, t])
+    if not parent.size:
+      _refuse_parent(batch, b, t, "lies nowhere before it")
+    if (batch.traj[b, parent] >= 0).any():
+      _refuse_parent(batch, b, t, "belongs to a trajectory")
+    ends, begins = batch.position[b, parent[-1]], batch.position[b, t]
+    if begins != ends + 1:
+      _refuse_parent(batch, b, t, f"ends at position {ends}, the sample begins at {begins}")
+
+
+def _refuse_parent(batch: TrajectoryBatch, b: int, t: int, problem: str) -> None:
+  assert batch.parent is not None
+  raise ValueError(
+    f"parent {batch.parent[b, t]} of sample {batch.sample[b, t]} at row {b}, {t}: {problem}"
+  )
 
 
 def _check_actions(batch: TrajectoryBatch) -> None:

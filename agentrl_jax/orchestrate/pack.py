@@ -90,20 +90,20 @@ def pack(
   traj_of = {id(episode): r for r, episode in enumerate(episodes)}
   sample_of = {id(s): i for i, s in enumerate(s for e in episodes for s in e.samples)}
   for b, row in enumerate(rows):
-    shared = row.shared if share_prompts else 0
+    shared, parent = row.shared, len(sample_of) + b
     if shared:
-      _write_shared(batch, row.pieces[0].sample.ids[:shared], b, len(sample_of) + b)
+      _write_shared(batch, row.lead, b, parent)
     start = shared
-    for sample, episode in row.pieces:
-      r = traj_of[id(episode)]
-      _write(batch, sample, b, start, shared, r, first_turn[r], sample_of[id(sample)])
-      if shared:
-        batch.parent[b, start : start + len(sample) - shared] = len(sample_of) + b
+    for sample, episode, _ in row.pieces:
+      r, own = traj_of[id(episode)], sample_of[id(sample)]
+      _write(batch, sample, b, start, shared, r, first_turn[r], own, parent if shared else own)
       start += len(sample) - shared
       if _has_sentinel(sample, episode):
         _write_sentinel(batch, b, start)
         start += 1
   batch.traj_group[: len(episodes)] = [g for g, members in enumerate(kept) for _ in members]
+  if not share_prompts:
+    batch = batch.replace(parent=None)
   check_batch(batch)
   return Packed(batch, episodes, dropped, faults)
 
@@ -123,35 +123,33 @@ def _has_sentinel(sample: Sample, episode: Episode) -> bool:
 class _Piece(NamedTuple):
   sample: Sample
   episode: Episode
+  lead: np.ndarray  # what it may share with others of its row
 
   @property
   def size(self) -> int:
     return len(self.sample) + _has_sentinel(self.sample, self.episode)
 
-  @property
-  def lead(self) -> np.ndarray:
-    """What it may share: ids before the first action, less one, which that action is read from."""
-    return self.sample.ids[: max(0, int(np.argmax(self.sample.column("action"))) - 1)]
-
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-  """The samples of one row, in order, and how many ids they all begin with."""
+  """The samples of one row, in order, and what they all begin with."""
 
   pieces: tuple[_Piece, ...] = ()
   total: int = 0  # positions without sharing
-  shared: int = 0
   lead: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
 
-  def with_piece(self, piece: _Piece, share: bool) -> "_Row":
-    lead = (_common(self.lead, piece.lead) if self.pieces else piece.lead) if share else self.lead
-    # One sample alone shares with nobody.
-    shared = len(lead) if self.pieces else 0
-    return _Row((*self.pieces, piece), self.total + piece.size, shared, lead)
+  def with_piece(self, piece: _Piece) -> "_Row":
+    lead = _common(self.lead, piece.lead) if self.pieces else piece.lead
+    return _Row((*self.pieces, piece), self.total + piece.size, lead)
+
+  @property
+  def shared(self) -> int:
+    """How many ids lie there once; one sample alone shares with nobody."""
+    return len(self.lead) if len(self.pieces) > 1 else 0
 
   @property
   def used(self) -> int:
-    return self.total - self.shared * max(0, len(self.pieces) - 1)
+    return self.total - self.shared * (len(self.pieces) - 1)
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -168,44 +166,52 @@ def _place(
 
   Prompts are shared best by neighbours, so with `share` a group's episodes follow one another.
   """
-  longest = lambda e: -sum(p.size for p in _pieces(e))  # noqa: E731
+
+  def longest(pieces: Sequence[_Piece]) -> int:
+    return -sum(piece.size for piece in pieces)
+
+  cut = [[_pieces(episode, share) for episode in members] for members in groups]
   if share:
-    ordered = sorted(groups, key=lambda members: min(map(longest, members)))
-    order = [e for members in ordered for e in sorted(members, key=longest)]
+    cut.sort(key=lambda members: min(map(longest, members)))
+    order = [pieces for members in cut for pieces in sorted(members, key=longest)]
   else:
-    order = sorted((e for members in groups for e in members), key=longest)
+    order = sorted((pieces for members in cut for pieces in members), key=longest)
   blocks: list[list[_Row]] = []
-  for episode in order:
-    pieces = _pieces(episode)
+  for pieces in order:
     sizes = [piece.size for piece in pieces]
-    named = f"episode {episode.trajectory_id} has samples of {sizes} tokens"
+    named = f"episode {pieces[0].episode.trajectory_id} has samples of {sizes} tokens"
     if max(sizes) > row_length or sum(sizes) > row_length * micro_rows:
       raise ValueError(f"{named}; a micro-batch holds {micro_rows} rows of {row_length}")
-    tried = ((_fit(pieces, block, row_length, share), m) for m, block in enumerate(blocks))
+    tried = ((_fit(pieces, block, row_length), m) for m, block in enumerate(blocks))
     found = min(((*fit, m) for fit, m in tried if fit), key=lambda x: (x[0], x[2]), default=None)
     if found:
       _, blocks[found[2]], _ = found
       continue
-    fresh = _fit(pieces, [_Row()] * micro_rows, row_length, share)
+    fresh = _fit(pieces, [_Row()] * micro_rows, row_length)
     if fresh is None:  # only by fragmentation of several samples
       raise ValueError(f"{named}, which no arrangement fits in {micro_rows} rows of {row_length}")
     blocks.append(fresh[1])
   return [row for block in blocks for row in block]
 
 
-def _pieces(episode: Episode) -> list[_Piece]:
-  return [_Piece(sample, episode) for sample in episode.samples]
+def _pieces(episode: Episode, share: bool) -> list[_Piece]:
+  """May be shared: ids before the first action, less one, which that action is read from."""
+
+  def lead(sample: Sample) -> int:
+    return max(0, int(np.argmax(sample.column("action"))) - 1) if share else 0
+
+  return [_Piece(sample, episode, sample.ids[: lead(sample)]) for sample in episode.samples]
 
 
 def _fit(
-  pieces: Sequence[_Piece], block: Sequence[_Row], row_length: int, share: bool
+  pieces: Sequence[_Piece], block: Sequence[_Row], row_length: int
 ) -> tuple[int, list[_Row]] | None:
   """(positions added, the block with the pieces in it), each where it adds least; None if it does
   not fit.
   """
   rows, added = list(block), 0
   for piece in pieces:
-    options = [(row.with_piece(piece, share), i) for i, row in enumerate(rows)]
+    options = [(row.with_piece(piece), i) for i, row in enumerate(rows)]
     growth = [(new.used - rows[i].used, i) for new, i in options if new.used <= row_length]
     if not growth:
       return None
@@ -246,14 +252,22 @@ def _write_shared(batch: Any, ids: np.ndarray, row: int, sample: int) -> None:
 
 
 def _write(
-  batch: Any, piece: Sample, row: int, start: int, shared: int, traj: int, turn: int, sample: int
+  batch: Any,
+  piece: Sample,
+  row: int,
+  start: int,
+  shared: int,
+  traj: int,
+  turn: int,
+  sample: int,
+  parent: int,
 ) -> None:
   """Lays a sample from its id number `shared` on at `start`."""
   here, rest = np.s_[row, start : start + len(piece) - shared], np.s_[shared:]
   turns = piece.column("turn")[rest]
   batch.tokens[here] = piece.ids[rest]
   batch.position[here] = np.arange(len(piece))[rest]
-  batch.sample[here] = batch.parent[here] = sample
+  batch.sample[here], batch.parent[here] = sample, parent
   batch.traj[here] = traj
   batch.turn[here] = np.where(turns >= 0, turns + turn, -1)
   batch.action[here] = piece.column("action")[rest]

@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import signal
+import subprocess
 import time
 
 import fiddle as fdl
@@ -79,6 +80,16 @@ def whole(places, tmp_path_factory):
   return workdir, output
 
 
+def wait_for_steps(process: subprocess.Popen, workdir: pathlib.Path, steps: int) -> None:
+  """Until the run has recorded so many."""
+  metrics = workdir / "metrics.jsonl"
+  deadline = time.monotonic() + 240
+  while not metrics.exists() or len(metrics.read_text().splitlines()) < steps:
+    assert process.poll() is None, process.communicate()[0][-3000:]
+    assert time.monotonic() < deadline, f"no {steps} steps within 240 s"
+    time.sleep(0.02)
+
+
 def rows(workdir: pathlib.Path) -> list[dict]:
   """The metrics without clocks."""
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
@@ -121,12 +132,7 @@ def test_training_changed_every_weight(whole, places):
 def test_kill_9_and_the_same_command_give_the_same_run_bit_for_bit(lines, whole, places, tmp_path):
   workdir = tmp_path / "run"
   process = start(command(workdir), **places)
-  metrics = workdir / "metrics.jsonl"
-  deadline = time.monotonic() + 240
-  while not metrics.exists() or len(metrics.read_text().splitlines()) < lines:
-    assert process.poll() is None, process.communicate()[0][-3000:]
-    assert time.monotonic() < deadline, f"no {lines} steps within 240 s"
-    time.sleep(0.02)
+  wait_for_steps(process, workdir, lines)
   process.send_signal(signal.SIGKILL)
   finish(process)
   code, output = run(command(workdir), **places)
@@ -223,12 +229,7 @@ def test_kill_9_of_the_server_costs_no_step(places, sglang_python, tmp_path):
   more = ["--config=fiddler:use_sglang", "--config=set:steps=2"]
   process = start(command(workdir, *more), **environment)
   try:
-    metrics = workdir / "metrics.jsonl"
-    deadline = time.monotonic() + 240
-    while not metrics.exists() or not metrics.read_text():
-      assert process.poll() is None, process.communicate()[0][-3000:]
-      assert time.monotonic() < deadline, "no step within 240 s"
-      time.sleep(0.02)
+    wait_for_steps(process, workdir, 1)
     server = max(pid for pid in server_processes(model) if os.getpgid(pid) == pid)
     os.kill(server, signal.SIGKILL)
     code, output = finish(process, 500)
