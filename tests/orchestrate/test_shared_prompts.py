@@ -10,6 +10,7 @@ from agentrl_jax.learner.state import make_state
 from agentrl_jax.learner.step import make_prepare, make_step
 from agentrl_jax.losses import recipes
 from agentrl_jax.losses.anchors import observation_before
+from agentrl_jax.losses.checks import check_batch
 from agentrl_jax.models import llama
 from agentrl_jax.models.sharding import make_mesh
 from agentrl_jax.orchestrate.pack import pack, unpack
@@ -52,6 +53,28 @@ def test_equal_observations_keep_equal_keys():
   for a, b in zip(*(observation_before(p.batch) for p in (apart, shared)), strict=True):
     turns = apart.batch.turn_traj >= 0
     np.testing.assert_array_equal(np.asarray(a)[turns], np.asarray(b)[turns])
+
+
+def test_without_sharing_no_family_is_handed_a_parent():
+  apart, shared = packings(100)
+  assert apart.batch.parent is None and shared.batch.parent is not None
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (lambda batch, b, t: batch.parent.__setitem__((b, t + 1), 0), "changes its parent"),
+    (lambda batch, b, t: batch.sample.__setitem__((b, slice(t)), -1), "lies nowhere before it"),
+    (lambda batch, b, t: batch.traj.__setitem__((b, 0), 0), "belongs to a trajectory"),
+    (lambda batch, b, t: batch.position.__setitem__((b, t), 40), "the sample begins at 40"),
+  ],
+)
+def test_a_parent_that_cannot_be_one_is_refused(change, message):
+  batch = packings(100)[1].batch
+  b, t = np.argwhere((batch.parent != batch.sample) & (batch.sample >= 0))[0]
+  change(batch, b, t)
+  with pytest.raises(ValueError, match=f"at row {b}, .*{message}"):
+    check_batch(batch)
 
 
 @pytest.mark.parametrize(
