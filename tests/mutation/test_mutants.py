@@ -29,7 +29,7 @@ def test_each_line_is_there_once(index):
 def copy(tmp_path_factory):
   """The files that the tests need, and one compilation cache for all faults."""
   where = tmp_path_factory.mktemp("mutation")
-  for name in ("agentrl_jax", "tests"):
+  for name in ("agentrl_jax", "launch", "configs", "experiments", "tests"):
     shutil.copytree(ROOT / name, where / name, ignore=shutil.ignore_patterns("__pycache__"))
   shutil.copy(ROOT / "pyproject.toml", where)
   return where
