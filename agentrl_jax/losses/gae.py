@@ -26,6 +26,7 @@ from agentrl_jax.ops.scales import (
   unit_sum,
 )
 from agentrl_jax.ops.scans import generalised_advantage
+from agentrl_jax.ops.stats import k1
 from agentrl_jax.types import AdvantageFn, Aux, Credit, TrajectoryBatch
 
 Schedule = Callable[[Float[Array, "R"]], Float[Array, "R"]]  # lambda from a trajectory's steps
@@ -155,15 +156,31 @@ def resolution_mix(
 
 def reward_to_go(gamma: float = 1.0) -> AdvantageFn:
   """Discounted sum of rewards at and after each action token; observations are passed over."""
+  return lambda batch, aux: _to_go(batch, token_rewards(batch), gamma)
+
+
+def kl_to_go(gamma: float = 1.0) -> AdvantageFn:
+  """The same sum of ref - old log-probs: what the KL to the reference still costs, token by token.
+
+  To be added to `reward_to_go`; unlike `shaping.kl_in_reward` a token answers only for itself and
+  what follows, not for earlier tokens of its turn. Needs `ref_logp`.
+  """
 
   def advantage(batch: TrajectoryBatch, aux: Aux) -> Credit:
-    del aux
-    keep, rewards = scored(batch), token_rewards(batch)
-    gammas, zero = jnp.full_like(rewards, gamma), jnp.zeros_like(rewards)
-    returns = generalised_advantage(batch, zero, keep, rewards, gammas, jnp.ones_like(rewards))
-    return Credit(jnp.where(keep, returns, 0.0))
+    if aux.ref_logp is None:
+      raise ValueError("kl_to_go needs ref_logp: name it in Algorithm.needs")
+    keep = scored(batch)
+    apart = jnp.where(keep, aux.old_logp, 0.0) - jnp.where(keep, aux.ref_logp, 0.0)
+    return _to_go(batch, -k1(apart), gamma)
 
   return advantage
+
+
+def _to_go(batch: TrajectoryBatch, rewards: Float[Array, "B T"], gamma: float) -> Credit:
+  keep = scored(batch)
+  gammas, zero = jnp.full_like(rewards, gamma), jnp.zeros_like(rewards)
+  returns = generalised_advantage(batch, zero, keep, rewards, gammas, jnp.ones_like(rewards))
+  return Credit(jnp.where(keep, returns, 0.0))
 
 
 def token_rewards(batch: TrajectoryBatch) -> Float[Array, "B T"]:

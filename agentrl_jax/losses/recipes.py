@@ -8,6 +8,7 @@ from agentrl_jax.losses.advantages import (
   by_mean,
   distillation,
   group_relative,
+  group_relative_turns,
   imitation,
   leave_one_out,
   step_groups,
@@ -20,7 +21,14 @@ from agentrl_jax.losses.checks import no_negative_return, some_group_of_two
 from agentrl_jax.losses.compose import add, policy_loss, with_clip_high
 from agentrl_jax.losses.corrections import truncated_is
 from agentrl_jax.losses.endpoint import endpoint_baseline, valid_endpoints
-from agentrl_jax.losses.gae import gae, length_adaptive, resolution_mix, reward_to_go, two_scale_gae
+from agentrl_jax.losses.gae import (
+  gae,
+  kl_to_go,
+  length_adaptive,
+  resolution_mix,
+  reward_to_go,
+  two_scale_gae,
+)
 from agentrl_jax.losses.penalties import imitate_successes, kl_to_ref, value_and_gradient
 from agentrl_jax.losses.ratios import at_scale, one_sided_clip, per_token, straight_through
 from agentrl_jax.losses.shaping import kl_in_reward, length_penalty
@@ -86,11 +94,12 @@ def rloo(*, kl: float = 0.0) -> Algorithm:
 def reinforce_pp(
   *, gamma: float = 1.0, low: float = 0.2, high: float = 0.2, kl: float = 0.0
 ) -> Algorithm:
-  """REINFORCE++ (arXiv 2501.03262): returns to go, whitened over all tokens; KL in the reward."""
-  advantage = whiten(reward_to_go(gamma), TOKEN)
-  advantage = kl_in_reward(advantage, kl) if kl else advantage
+  """REINFORCE++ (arXiv 2501.03262): returns to go, less each token's KL, whitened over tokens."""
+  to_go = reward_to_go(gamma)
+  to_go = weighted_sum((1.0, to_go), (kl, kl_to_go(gamma))) if kl else to_go
   needs = frozenset({"ref_logp"}) if kl else NOTHING
-  return Algorithm(advantage, mean_over(TOKEN), policy_loss(per_token(), clip(low, high)), needs)
+  loss = policy_loss(per_token(), clip(low, high))
+  return Algorithm(whiten(to_go, TOKEN), mean_over(TOKEN), loss, needs)
 
 
 def reinforce_pp_baseline(*, low: float = 0.2, high: float = 0.2, kl: float = 0.0) -> Algorithm:
@@ -105,6 +114,12 @@ def maxrl() -> Algorithm:
   loss = policy_loss(per_token(), reinforce())
   checks = (*GROUPS, no_negative_return)
   return Algorithm(group_relative(by_mean()), mean_over(TOKEN), loss, NOTHING, checks)
+
+
+def gtpo(*, gamma: float = 0.9, low: float = 0.2, high: float = 0.2) -> Algorithm:
+  """GTPO over turns (arXiv 2511.14846): each turn's discounted return among the group's turns."""
+  loss = policy_loss(per_token(), clip(low, high))
+  return Algorithm(group_relative_turns(gamma), mean_over(TOKEN), loss, NOTHING, GROUPS)
 
 
 def gspo(*, low: float = 3e-4, high: float = 4e-4) -> Algorithm:

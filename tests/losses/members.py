@@ -28,6 +28,7 @@ from agentrl_jax.losses.endpoint import endpoint_baseline, valid_endpoints
 from agentrl_jax.losses.gae import (
   every_token,
   gae,
+  kl_to_go,
   length_adaptive,
   relative_horizon,
   resolution_mix,
@@ -116,6 +117,7 @@ MEMBERS = {
   "advantage-whiten_token": advantage(whiten(gae(TURN), TOKEN), "value"),
   "advantage-whiten_turn": advantage(whiten(gae(TURN), TURN), "value"),
   "advantage-reward_to_go": advantage(reward_to_go(0.9)),
+  "advantage-kl_to_go": advantage(kl_to_go(0.9), "ref_logp"),
   "advantage-gae_token": advantage(gae(TOKEN, gamma=0.9, lam=0.8), "value"),
   "advantage-gae_chunk": advantage(gae(fixed_chunks(2), gamma=0.9, lam=0.8), "value"),
   "advantage-gae_turn": advantage(gae(TURN, gamma=0.9, lam=0.8, critic_lam=1.0), "value"),
@@ -190,6 +192,7 @@ RECIPES = {
   "reinforce_pp": recipes.reinforce_pp(kl=0.1),
   "reinforce_pp_baseline": recipes.reinforce_pp_baseline(kl=0.1),
   "maxrl": recipes.maxrl(),
+  "gtpo": recipes.gtpo(),
   "gspo": recipes.gspo(),
   "gspo_token": recipes.gspo_token(),
   "gmpo": recipes.gmpo(),

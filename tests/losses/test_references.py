@@ -34,6 +34,7 @@ from agentrl_jax.losses.endpoint import endpoint_baseline, valid_endpoints
 from agentrl_jax.losses.gae import (
   every_token,
   gae,
+  kl_to_go,
   length_adaptive,
   relative_horizon,
   resolution_mix,
@@ -265,6 +266,19 @@ def reshaped(seed, change):
   for one in made:
     one.rewards = change(one)
   return made
+
+
+@seeds
+def test_kl_to_go(seed):
+  made, _ = case(seed)
+  theirs = []
+  for one, apart in zip(made, minus(columns("old", seed), columns("ref", seed)), strict=True):
+    to_go, left = 0.0, []
+    for kl in reversed(apart):
+      to_go = -kl + 0.8 * to_go
+      left.append(to_go * (one.group >= 0))
+    theirs.append(left[::-1])
+  same(advantage(kl_to_go(0.8), seed).advantage, theirs, seed)
 
 
 @seeds
