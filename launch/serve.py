@@ -22,7 +22,9 @@ _HOST = flags.DEFINE_string("host", "127.0.0.1", "Interface to listen on.")
 _PORT = flags.DEFINE_integer("port", 0, "Port to listen on; 0 takes a free one.")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "Arithmetic.")
 _TENSOR_PARALLEL = flags.DEFINE_integer("tensor_parallel", 1, "Ranks the model is split over.")
-_CONTEXT_LENGTH = flags.DEFINE_integer("context_length", None, "")
+_CONTEXT_LENGTH = flags.DEFINE_integer(
+  "context_length", None, "Longest sequence, prompt and answer together; default: the model's."
+)
 _TOKENIZER = flags.DEFINE_bool("tokenizer", True, "Load the tokenizer, to serve text too.")
 _LOG = flags.DEFINE_string("log", None, "SGLang's log file; default: a temporary one.")
 

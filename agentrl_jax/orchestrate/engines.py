@@ -61,8 +61,6 @@ class Host(Protocol):
     ...
 
 
-SGLANG_RESERVES = 8  # it refuses inputs that come closer than 6 tokens to its context length
-
 OpenEngine = Callable[[EngineContext], Awaitable[Host]]
 
 
@@ -121,7 +119,7 @@ def sglang(
         dtype=dtype,
         tensor_parallel=tensor_parallel,
         port=port,
-        context_length=context.context_tokens + SGLANG_RESERVES,
+        context_length=context.context_tokens,
         start_seconds=start_seconds,
         log=context.workdir / "sglang.log",
       )

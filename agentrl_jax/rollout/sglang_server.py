@@ -32,6 +32,9 @@ _OWNED_FLAGS = frozenset({
   "--tp", "--skip-tokenizer-init", "--max-total-tokens", "--context-length",
 })  # fmt: skip
 
+# SGLang refuses inputs that come closer than 6 tokens to its context length.
+_RESERVES = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class ServerOptions:
@@ -39,10 +42,11 @@ class ServerOptions:
 
   `model` is a Hugging Face directory (config.json, safetensors). `port` 0 takes a free one. `dtype`
   is what the server computes in; SGLang's own "auto" would turn float32 into float16. `tokenizer`
-  False serves ids only, which is all that rollouts use. `max_total_tokens` bounds the KV cache
-  (None: SGLang decides, on CPU 65536). `python` is the interpreter SGLang is installed in; None
-  means $AGENTRL_SGLANG_PYTHON, else .venv-sglang of this repository. `log` None makes a temporary
-  file. `extra` goes to SGLang as it is.
+  False serves ids only, which is all that rollouts use. `context_length` is the longest sequence it
+  takes, prompt and answer together (None: what the model's config.json says). `max_total_tokens`
+  bounds the KV cache (None: SGLang decides, on CPU 65536). `python` is the interpreter SGLang is
+  installed in; None means $AGENTRL_SGLANG_PYTHON, else .venv-sglang of this repository. `log` None
+  makes a temporary file. `extra` goes to SGLang as it is.
   """
 
   model: Path
@@ -79,6 +83,7 @@ class SGLangServer:
 
   Raises:
     FileNotFoundError: no model directory or no SGLang interpreter, before anything starts.
+    ValueError: a context longer than the model's, likewise.
     EngineError: `start` found the port taken.
     EngineDead: `start` saw the process end, or no answer within `start_seconds`; the log's tail is
       quoted.
@@ -89,7 +94,14 @@ class SGLangServer:
     if not config.is_file():
       raise FileNotFoundError(f"model directory {options.model} has no config.json")
     self.options = options
-    self.vocab_size: int = json.loads(config.read_text())["vocab_size"]
+    fields = json.loads(config.read_text())
+    self.vocab_size: int = fields["vocab_size"]
+    longest = fields.get("max_position_embeddings")
+    if longest is not None and (options.context_length or 0) > longest:
+      raise ValueError(
+        f"context_length is {options.context_length}, expected at most {longest}, the "
+        f"max_position_embeddings of {config}"
+      )
     self._python = find_python(options.python)
     if options.log is None:
       descriptor, path = tempfile.mkstemp(prefix="sglang-", suffix=".log")
@@ -267,7 +279,7 @@ def server_arguments(options: ServerOptions, port: int, *, cuda: bool) -> Sequen
   if max_total_tokens is not None:
     arguments += ["--max-total-tokens", str(max_total_tokens)]
   if options.context_length is not None:
-    arguments += ["--context-length", str(options.context_length)]
+    arguments += ["--context-length", str(options.context_length + _RESERVES)]
   if not options.tokenizer:
     arguments += ["--skip-tokenizer-init"]
   return [*arguments, *options.extra]
@@ -278,8 +290,8 @@ def server_environment(tensor_parallel: int, *, cuda: bool) -> dict[str, str]:
 
   Log-probs stay those of the temperature-scaled distribution. /health answers without generating: a
   generating one fails while generation is paused for a weight update, and a stuck scheduler is
-  caught by the deadline of each call. A context longer than the model's is allowed, as SGLang keeps
-  some of it for itself.
+  caught by the deadline of each call. A context longer than the model's is allowed for the part
+  that SGLang keeps for itself; `SGLangServer` refuses one that is longer for any other reason.
   """
   environment = dict(os.environ)
   environment |= {

@@ -3,7 +3,7 @@
 
 Starts a child that sleeps (as the scheduler would), then serves /health, /model_info and /generate,
 or misbehaves as $FAKE_SGLANG says: "crash" ends with an error, "mute" never becomes healthy. A
-request with rid "hang" is never answered.
+request whose rid begins with "hang" is never answered.
 """
 
 import http.server
@@ -25,7 +25,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
   def do_POST(self):
     body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-    if body.get("rid") == "hang":
+    if str(body.get("rid")).startswith("hang"):
       time.sleep(600)
     self.reply(
       {

@@ -130,6 +130,13 @@ def test_refused_options(fields, message):
     ServerOptions(**({"model": Path("m")} | fields))
 
 
+def test_a_context_longer_than_the_models_is_refused(tmp_path):
+  (tmp_path / "config.json").write_text('{"vocab_size": 8, "max_position_embeddings": 64}')
+  message = "context_length is 65, expected at most 64, the max_position_embeddings of "
+  with pytest.raises(ValueError, match=message):
+    SGLangServer(ServerOptions(tmp_path, context_length=65))
+
+
 def test_flags_follow_the_platform():
   options = ServerOptions(Path("m"), dtype="bfloat16", tensor_parallel=2, extra=("--x", "1"))
   cpu = " ".join(server_arguments(options, 7, cuda=False))
