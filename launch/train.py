@@ -2,17 +2,22 @@
 
 The same command on the same work directory goes on where the run was. Change anything of the
 configuration with `--config=set:algorithm.high=0.3`, apply a function of `configs/` with
-`--config=fiddler:use_sglang`, and run your own with `--config=config:my_module.my_function`.
+`--config=fiddler:use_sglang`, and run your own with `--config=config:my_module.my_function`. On
+several hosts start it on each, with `--coordinator` (see `launch.processes`) and a work directory
+that all of them see.
 """
 
 import shutil
 from collections.abc import Sequence
 
+from rich.console import Console
+
 from agentrl_jax.analysis.report import report_run
+from agentrl_jax.orchestrate import hosts
 from agentrl_jax.orchestrate.experiment import Experiment
 from agentrl_jax.orchestrate.metrics import Progressing
 from agentrl_jax.orchestrate.sync_loop import train
-from launch import command, configuration
+from launch import command, configuration, processes
 
 CONFIG = configuration.define_config()
 WORKDIR = configuration.define_workdir()
@@ -20,11 +25,14 @@ WORKDIR = configuration.define_workdir()
 
 def main(arguments: Sequence[str]) -> int:
   del arguments
-  experiment = configuration.built(CONFIG, Experiment)
-  workdir = configuration.opened(WORKDIR, CONFIG)
-  with Progressing() as progress:
-    command.run_async(train(experiment, workdir, progress))
-  print(report_run(workdir, width=shutil.get_terminal_size().columns))
+  with processes.joined():
+    leads = hosts.leads()
+    experiment = configuration.built(CONFIG, Experiment)
+    workdir = configuration.opened(WORKDIR, CONFIG, write=leads)
+    with Progressing(None if leads else Console(quiet=True)) as progress:
+      command.run_async(train(experiment, workdir, progress))
+  if leads:
+    print(report_run(workdir, width=shutil.get_terminal_size().columns))
   return 0
 
 

@@ -29,6 +29,7 @@ from agentrl_jax.losses.readiness import ClipController
 from agentrl_jax.models.hf import load_model, load_weights, save_weights
 from agentrl_jax.models.model import Model
 from agentrl_jax.models.sharding import make_mesh, shardings
+from agentrl_jax.orchestrate import hosts
 from agentrl_jax.orchestrate.engines import EngineContext, Host, require_committed
 from agentrl_jax.orchestrate.experiment import Experiment
 from agentrl_jax.orchestrate.metrics import MetricsWriter, Progressing
@@ -42,10 +43,19 @@ class WorkdirBusy(RuntimeError):
   """Another process trains in this work directory."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Stage:
+  """Where episodes are played and the run's story is written: on the first process only."""
+
+  play: Play
+  host: Host
+  metrics: MetricsWriter
+
+
 @dataclasses.dataclass
 class Run:
   """Everything the loop needs; the only mutable object of it. `step` counts finished optimizer
-  steps.
+  steps; `served` are the weights after them as an engine is given them, where there is a stage.
   """
 
   experiment: Experiment
@@ -56,14 +66,13 @@ class Run:
   reference: Any  # weights of the reference policy, None where no loss asks for it
   step: int
   cursor: int  # of the training tasks
-  play: Play
-  host: Host
+  served: Any
   policy: EvaluateFn
   prepare: PrepareFn
   update: StepFn
   saver: checkpoint.Saver
-  metrics: MetricsWriter
   progress: Progressing
+  stage: Stage | None  # None on processes that only learn
   clip: ClipController | None = None
 
   @property
@@ -71,29 +80,29 @@ class Run:
     """Rows of one micro-batch over all data shards."""
     return rows_per_micro_batch(self.experiment.batch.micro_rows, self.mesh)
 
-  async def publish(self) -> PushReport:
+  async def publish(self, stage: Stage) -> PushReport:
     """Gives the engine the weights after `step` steps; an engine that died meanwhile is revived
     once.
     """
+    host = stage.host
     try:
-      report = await self.host.publisher.publish(self.state.weights, self.step)
-      return require_committed(report)
+      return require_committed(await host.publisher.publish(self.served, self.step))
     except Exception as error:
-      if await self.host.engine.healthy():
+      if await host.engine.healthy():
         raise
-      self.progress.say(
-        f"engine {self.host.engine.name} is gone during a push ({error}); restarting"
-      )
-      started = time.monotonic()
-      await self.host.revive(self.state.weights, self.step)
-      self.progress.say(f"engine restarted in {time.monotonic() - started:.0f} s")
-      return await self.host.publisher.publish(self.state.weights, self.step)
+      self.progress.say(f"engine {host.engine.name} is gone during a push ({error}); restarting")
+      await self._revive(host)
+      return await host.publisher.publish(self.served, self.step)
 
   async def recover(self, dead: EngineDead) -> None:
     """Restarts a dead engine with the current weights, so that a collection can go on."""
+    assert self.stage is not None
     self.progress.say(f"{dead}; restarting it, finished episodes are kept")
+    await self._revive(self.stage.host)
+
+  async def _revive(self, host: Host) -> None:
     started = time.monotonic()
-    await self.host.revive(self.state.weights, self.step)
+    await host.revive(self.served, self.step)
     self.progress.say(f"engine restarted in {time.monotonic() - started:.0f} s")
 
   def save(self) -> None:
@@ -112,7 +121,7 @@ class Run:
     """Writes the trained model as a Hugging Face directory that serves and trains again."""
     directory = self.workdir / "model"
     source = Path(self.experiment.model)
-    save_weights(self.model, self.state.weights, directory, dtype=jnp.float32, copy_from=source)
+    save_weights(self.model, self.served, directory, dtype=jnp.float32, copy_from=source)
     return directory
 
 
@@ -127,50 +136,52 @@ async def open_run(
     ValueError, FileNotFoundError: the model directory is not one that can be trained.
     EngineError: the engine did not start.
   """
-  directory = Path(experiment.model)
-  model = load_model(directory)
-  with contextlib.ExitStack() as stack:
-    stack.enter_context(lock(workdir))
+  model = load_model(Path(experiment.model))
+  async with contextlib.AsyncExitStack() as stack:
+    if hosts.leads():
+      stack.enter_context(lock(workdir))
     mesh = make_mesh(devices=None, **experiment.mesh)
+    hosts.check_mesh(mesh.size)
     state, host_state = _state(experiment, workdir, model, mesh)
     step = int(state.step)
     if step:
       progress.say(f"resuming after step {step} from {workdir / 'checkpoints'}")
-    _write_json(workdir / "run.json", {"model_directory": str(directory.resolve())})
-    metrics = MetricsWriter(workdir, resume_step=step)
-    stack.callback(metrics.close)
     saver = checkpoint.Saver(workdir / "checkpoints", keep=experiment.keep_checkpoints)
     stack.callback(saver.close)
-    learner = _learner(experiment, model, mesh)
+    served = hosts.gathered(state.weights)
+    opening = _stage(experiment, workdir, model, served, step)
+    yield Run(
+      experiment=experiment,
+      workdir=workdir,
+      model=model,
+      mesh=mesh,
+      state=state,
+      reference=_reference(experiment, model, mesh),
+      step=step,
+      cursor=int(host_state.cursor["next"]),
+      clip=_clip(experiment, host_state),
+      served=served,
+      saver=saver,
+      progress=progress,
+      stage=await stack.enter_async_context(opening) if hosts.leads() else None,
+      **_learner(experiment, model, mesh),
+    )
+
+
+@contextlib.asynccontextmanager
+async def _stage(
+  experiment: Experiment, workdir: Path, model: Model, served: Any, step: int
+) -> AsyncIterator[Stage]:
+  directory = Path(experiment.model)
+  _write_json(workdir / "run.json", {"model_directory": str(directory.resolve())})
+  metrics = MetricsWriter(workdir, resume_step=step)
+  context = experiment.limits.context_tokens
+  with contextlib.closing(metrics):
     host = await experiment.engine(
-      EngineContext(
-        model,
-        state.weights,
-        step,
-        directory,
-        workdir,
-        experiment.limits.context_tokens,
-        experiment.seed,
-      )
+      EngineContext(model, served, step, directory, workdir, context, experiment.seed)
     )
     try:
-      yield Run(
-        experiment=experiment,
-        workdir=workdir,
-        model=model,
-        mesh=mesh,
-        state=state,
-        reference=_reference(experiment, model, mesh),
-        step=step,
-        cursor=int(host_state.cursor["next"]),
-        clip=_clip(experiment, host_state),
-        play=make_play(experiment, host.engine),
-        host=host,
-        saver=saver,
-        metrics=metrics,
-        progress=progress,
-        **learner,
-      )
+      yield Stage(make_play(experiment, host.engine), host, metrics)
     finally:
       await host.close()
 

@@ -1,20 +1,23 @@
 """The story of a run, top to bottom: collect, pack, evaluate, credit, learn, publish, record."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from agentrl_jax.orchestrate import hosts
 from agentrl_jax.orchestrate.evaluate import evaluate, read_records, summary, write_records
 from agentrl_jax.orchestrate.experiment import Experiment
 from agentrl_jax.orchestrate.groups import mixed, rollout_metrics
 from agentrl_jax.orchestrate.metrics import Clock, Progressing, line, to_floats
 from agentrl_jax.orchestrate.pack import Packed, pack
-from agentrl_jax.orchestrate.run import Run, open_run, synchronise
+from agentrl_jax.orchestrate.run import Run, Stage, open_run, synchronise
 from agentrl_jax.orchestrate.trajectories import write_trajectories
 from agentrl_jax.rollout.collect import Collection, collect_groups
+from agentrl_jax.rollout.records import Episode
 from agentrl_jax.types import Aux, TrajectoryBatch
 
 
@@ -39,58 +42,91 @@ async def train(experiment: Experiment, workdir: Path, progress: Progressing) ->
         await measure(run, f"step_{run.step:06d}")
     progress.update("steps", run.step, experiment.steps)
     await measure(run, "after")
-    run.export()
+    if run.stage is not None:
+      run.export()
 
 
 async def take_step(run: Run) -> None:
   """One optimizer step, from tasks to published weights."""
-  experiment, clock = run.experiment, Clock()
-  tasks, cursor = experiment.tasks.train.next(run.cursor, experiment.batch.groups)
+  clock = Clock()
+  rollout = None if run.stage is None else await collect(run, run.stage)
+  batch = hosts.share(
+    None if rollout is None else rollout.packed.batch,
+    TrajectoryBatch,
+    name=f"the batch of step {run.step}",
+  )
+  clock.lap("rollout")
+
+  aux, entropy = frozen_evaluations(run, batch)
+  old_logp = hosts.whole(aux.old_logp)
+  mismatch = {} if rollout is None else check_mismatch(run, rollout, old_logp)
+  clock.lap("evaluate")
+
+  loss_batch = run.prepare(batch, aux)
+  run.state, metrics = run.update(run.state, loss_batch)
+  synchronise(run.state)
+  run.clip = None if run.clip is None else run.clip.after_step(entropy)
+  clock.lap("update")
+
+  advantage = hosts.whole(loss_batch.credit.advantage)
+  run.served = hosts.gathered(run.state.weights)
+  if rollout is not None:
+    path = run.workdir / "trajectories" / f"step_{run.step:06d}.jsonl"
+    write_trajectories(path, rollout.groups, rollout.packed, advantage)
+    run.cursor = rollout.cursor
+  run.step += 1
+  report = None if run.stage is None else await run.publish(run.stage)
+  clock.lap("publish")
+
+  if rollout is not None:
+    record(run, rollout, {**to_floats(metrics), **mismatch, **clock.seconds})
+    run.progress.say(f"  {report}")
+  # Last, so that whatever a checkpoint's steps wrote is there when it is.
+  if run.step % run.experiment.checkpoint_every == 0 or run.step == run.experiment.steps:
+    run.save()
+
+
+class Rollout(NamedTuple):
+  """The episodes of a step, those that train as a batch, and where the next tasks begin."""
+
+  groups: Sequence[Sequence[Episode]]
+  packed: Packed
+  cursor: int
+  engine: str
+
+
+async def collect(run: Run, stage: Stage) -> Rollout:
+  """Plays the step's tasks and packs what was played."""
+  experiment, layout = run.experiment, run.experiment.batch
+  tasks, cursor = experiment.tasks.train.next(run.cursor, layout.groups)
   groups = await collect_groups(
-    run.play,
+    stage.play,
     tasks,
-    Collection(members=experiment.batch.members, concurrency=experiment.concurrency),
+    Collection(members=layout.members, concurrency=experiment.concurrency),
     label=f"step-{run.step}",
     seed=experiment.seed,
     progress=lambda done, total: run.progress.update("episodes", done, total),
     recover=run.recover,
   )
-  clock.lap("rollout")
-
-  chosen = (mixed(groups) or groups) if experiment.batch.only_mixed else groups
-  layout = experiment.batch
   packed = pack(
-    chosen,
+    (mixed(groups) or groups) if layout.only_mixed else groups,
     row_length=layout.row_length,
     micro_rows=run.rows,
     share_prompts=layout.share_prompts,
   )
   for check in experiment.algorithm.checks:
     check(packed.batch)
-  aux, entropy = frozen_evaluations(run, packed.batch)
-  mismatch = check_mismatch(run, packed, np.asarray(aux.old_logp))
-  clock.lap("evaluate")
+  return Rollout(groups, packed, cursor, stage.host.engine.name)
 
-  loss_batch = run.prepare(packed.batch, aux)
-  run.state, metrics = run.update(run.state, loss_batch)
-  synchronise(run.state)
-  run.clip = None if run.clip is None else run.clip.after_step(entropy)
-  clock.lap("update")
 
-  trajectories = run.workdir / "trajectories" / f"step_{run.step:06d}.jsonl"
-  write_trajectories(trajectories, groups, packed, loss_batch)
-  run.step, run.cursor = run.step + 1, cursor
-  report = await run.publish()
-  clock.lap("publish")
-
-  values = {**rollout_metrics(groups), **to_floats(metrics), **mismatch, **clock.seconds}
+def record(run: Run, rollout: Rollout, measured: Mapping[str, float]) -> None:
+  """Writes the finished step down, and says it in a line."""
+  assert run.stage is not None
+  packed = rollout.packed
+  values = {**rollout_metrics(rollout.groups), **measured}
   values |= {"row_fill": packed.fill, "dropped_groups": packed.dropped_groups}
-  run.metrics.write(run.step - 1, values, wall_time=time.time())
-  run.progress.say(line(run.step, experiment.steps, values))
-  run.progress.say(f"  {report}")
-  # Last, so that whatever a checkpoint's steps wrote is there when it is.
-  if run.step % experiment.checkpoint_every == 0 or run.step == experiment.steps:
-    run.save()
+  run.stage.metrics.write(run.step - 1, values, wall_time=time.time())
+  run.progress.say(line(run.step, run.experiment.steps, values))
 
 
 def frozen_evaluations(run: Run, batch: TrajectoryBatch) -> tuple[Aux, float]:
@@ -100,23 +136,23 @@ def frozen_evaluations(run: Run, batch: TrajectoryBatch) -> tuple[Aux, float]:
   old = run.policy(run.state.weights, batch, run.state.critic)
   reference = None if run.reference is None else run.policy(run.reference, batch).logp
   high = None if run.clip is None else jnp.float32(run.clip.high)
-  entropy = float(np.asarray(old.entropy)[batch.action].mean())
+  entropy = float(hosts.whole(old.entropy)[batch.action].mean())
   return Aux(old_logp=old.logp, ref_logp=reference, value=old.value, clip_high=high), entropy
 
 
-def check_mismatch(run: Run, packed: Packed, old_logp: np.ndarray) -> Mapping[str, float]:
+def check_mismatch(run: Run, rollout: Rollout, old_logp: np.ndarray) -> Mapping[str, float]:
   """|old - behavior| log-prob over tokens that the current weights sampled.
 
   Raises Mismatch, naming the token, where it exceeds the experiment's bound.
   """
-  batch = packed.batch
+  batch = rollout.packed.batch
   current = batch.action & (batch.behavior_version == run.step)
   difference = np.where(current, np.abs(old_logp - batch.behavior_logp), 0.0)
   worst = np.unravel_index(difference.argmax(), difference.shape)
   if not difference[worst] <= run.experiment.max_mismatch:
-    episode = packed.episodes[batch.traj[worst]]
+    episode = rollout.packed.episodes[batch.traj[worst]]
     raise Mismatch(
-      f"step {run.step}: engine {run.host.engine.name} gave token {batch.tokens[worst]} at "
+      f"step {run.step}: engine {rollout.engine} gave token {batch.tokens[worst]} at "
       f"position {batch.position[worst]} of episode {episode.trajectory_id} log-prob "
       f"{batch.behavior_logp[worst]:.6f}, the trainer gives {old_logp[worst]:.6f}; "
       f"the bound is {run.experiment.max_mismatch:g}"
@@ -131,12 +167,12 @@ def check_mismatch(run: Run, packed: Packed, old_logp: np.ndarray) -> Mapping[st
 async def measure(run: Run, name: str) -> None:
   """Evaluates on held-out tasks, unless this run has done so already."""
   plan, path = run.experiment.evaluation, run.workdir / "evaluation" / f"{name}.jsonl"
-  if not plan.tasks:
+  if not plan.tasks or run.stage is None:
     return
   if not path.exists():
     held_out = run.experiment.tasks.held_out
     records = await evaluate(
-      run.play,
+      run.stage.play,
       [held_out[i] for i in range(min(plan.tasks, len(held_out)))],
       plan.samples,
       label=name,
@@ -146,7 +182,7 @@ async def measure(run: Run, name: str) -> None:
       recover=run.recover,
     )
     write_records(records, path)
-    await run.host.flush()
+    await run.stage.host.flush()
   score = summary(read_records(path))
   run.progress.say(
     f"held-out {name}: success {score['success']:.3f} ± {score['success_standard_error']:.3f}"

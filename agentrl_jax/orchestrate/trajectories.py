@@ -8,16 +8,15 @@ import numpy as np
 
 from agentrl_jax.orchestrate.pack import Packed, unpack
 from agentrl_jax.rollout.records import Episode, to_json
-from agentrl_jax.types import LossBatch
 
 
 def write_trajectories(
-  path: Path, groups: Sequence[Sequence[Episode]], packed: Packed, loss_batch: LossBatch
+  path: Path, groups: Sequence[Sequence[Episode]], packed: Packed, advantage: np.ndarray
 ) -> None:
-  """All episodes of the step, and the advantage that each action token of a trained one got."""
+  """All episodes of the step, and the `advantage` [B T] that trained action tokens got."""
   path.parent.mkdir(parents=True, exist_ok=True)
   path.write_text("".join(to_json(e) + "\n" for group in groups for e in group))
-  advantages = unpack(np.asarray(loss_batch.credit.advantage), packed)
+  advantages = unpack(advantage, packed)
   rows = (
     {"trajectory_id": e.trajectory_id, "advantage": [round(float(a), 5) for a in values]}
     for e, values in zip(packed.episodes, advantages, strict=True)

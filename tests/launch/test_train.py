@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import time
 
@@ -104,6 +105,56 @@ def episodes(workdir: pathlib.Path) -> list[dict]:
   for path in sorted((workdir / "trajectories").glob("step_??????.jsonl")):
     found += [json.loads(line) | {"timings": None} for line in path.read_text().splitlines()]
   return found
+
+
+def sampled(workdir: pathlib.Path) -> list[tuple]:
+  """The ids of every episode."""
+  samples = [(e["trajectory_id"], e["samples"]) for e in episodes(workdir)]
+  return [(name, [s["ids"] for x in all for s in x["segments"]]) for name, all in samples]
+
+
+def free_port() -> int:
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    return probe.getsockname()[1]
+
+
+def test_two_processes_train_as_one_does(whole, places, tmp_path):
+  """Two processes with a device each, data parallel: the first plays, both learn."""
+  mesh, one_device = '--config=set:mesh={"data":2}', "--xla_force_host_platform_device_count=1"
+  pod = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--process"]
+  arguments = command(tmp_path / "run", mesh, "--config=set:batch.micro_rows=2", *pod)
+  environment = {**places, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {one_device}"}
+  both = [start([*arguments, str(i)], **environment) for i in range(2)]
+  for process, said in zip(both, (True, False), strict=True):
+    code, output = finish(process)
+    assert code == 0, output[-3000:]
+    assert ("held-out after" in output) is said
+  ours, theirs = rows(tmp_path / "run"), rows(whole[0])
+  assert len(ours) == STEPS
+  for name in ("reward", "loss", "gradient_norm", "update_norm", "mismatch_mean"):
+    np.testing.assert_allclose(ours[0][name], theirs[0][name], rtol=1e-3, atol=1e-6, err_msg=name)
+  assert ours[0]["gradient_norm"] > 0
+  assert sampled(tmp_path / "run")[:16] == sampled(whole[0])[:16]
+  weights = load_file(tmp_path / "run" / "model" / "model.safetensors")
+  for name, theirs in load_file(whole[0] / "model" / "model.safetensors").items():
+    np.testing.assert_allclose(weights[name], theirs, rtol=0, atol=0.1, err_msg=name)
+
+
+def test_without_its_others_a_process_ends(places, tmp_path):
+  mesh, pod = '--config=set:mesh={"data":8}', ["--coordinator", f"127.0.0.1:{free_port()}"]
+  code, output = run(command(tmp_path / "run", *pod), **places)
+  assert (code, "needs --processes=N and --process=I" in output) == (1, True), output[-2000:]
+  code, output = run(command(tmp_path / "run", *pod, "--processes=2", "--process=2"), **places)
+  assert (code, "--process is 2, expected 0 to 1" in output) == (1, True), output[-2000:]
+  both = [
+    start(command(tmp_path / "run", mesh, *pod, "--processes=2", f"--process={i}"), **places)
+    for i in range(2)
+  ]
+  for process in both:
+    code, output = finish(process)
+    assert code == 1
+    assert "mesh covers 8 devices, expected all 16 of the 2 processes" in output, output[-2000:]
 
 
 def test_a_run_leaves_what_the_readme_names(whole):

@@ -1,0 +1,55 @@
+"""The flags by which one run covers several processes: one on each host of a pod or cluster.
+
+Every process runs the same command. `--coordinator=auto` reads what TPU pods, SLURM, Open MPI and
+GKE say of themselves; elsewhere `--coordinator=HOST:PORT --processes=N --process=I` says it.
+"""
+
+import atexit
+import contextlib
+import os
+from collections.abc import Iterator
+
+import jax
+from absl import flags
+
+from launch import command
+
+COORDINATOR = flags.DEFINE_string(
+  "coordinator", None, "HOST:PORT of the first process, or auto. Default: one process."
+)
+PROCESSES = flags.DEFINE_integer("processes", None, "How many processes the run has.")
+PROCESS = flags.DEFINE_integer("process", None, "Which of them this is, from 0.")
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[None]:
+  """Joins the other processes before JAX touches a device; after a fault it leaves without them.
+
+  Raises ValueError where the flags do not say enough, RuntimeError if the others do not come within
+  five minutes.
+  """
+  if COORDINATOR.value is None:
+    if PROCESSES.value is not None or PROCESS.value is not None:
+      raise ValueError("--processes and --process need --coordinator=HOST:PORT")
+    yield
+    return
+  if COORDINATOR.value == "auto":
+    jax.distributed.initialize()
+  elif PROCESSES.value is None or PROCESS.value is None:
+    raise ValueError("--coordinator=HOST:PORT needs --processes=N and --process=I")
+  elif not 0 <= PROCESS.value < PROCESSES.value:
+    raise ValueError(f"--process is {PROCESS.value}, expected 0 to {PROCESSES.value - 1}")
+  else:
+    jax.distributed.initialize(COORDINATOR.value, PROCESSES.value, PROCESS.value)
+  try:
+    yield
+  except BaseException as error:
+    # JAX would wait at exit for the others, which wait for this one; they end when it is gone.
+    atexit.register(os._exit, command.INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
+    if isinstance(error, jax.errors.JaxRuntimeError):
+      raise RuntimeError(
+        f"process {jax.process_index()} of {jax.process_count()} lost the others "
+        f"({str(error).splitlines()[0][:200]}); the same command in each goes on from the last "
+        "checkpoint"
+      ) from error
+    raise
