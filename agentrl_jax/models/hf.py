@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from agentrl_jax.models import llama
+from agentrl_jax.models import llama, qwen2, qwen3
 from agentrl_jax.models.checkpoint_files import (
   PathLike,
   TensorEntry,
@@ -27,6 +27,8 @@ from agentrl_jax.models.model import Model, ParamSpec, Rule, Weights, is_spec, p
 
 _ARCHITECTURES: Mapping[str, Callable[[Mapping[str, Any]], Model]] = {
   "LlamaForCausalLM": llama.from_hf,
+  "Qwen2ForCausalLM": qwen2.from_hf,
+  "Qwen3ForCausalLM": qwen3.from_hf,
 }
 _DERIVED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints hold and configurations imply
 _COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja")  # tokenizer and generation settings

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from agentrl_jax.models.model import param
+from agentrl_jax.models.model import Initializer, param
 
 Matmul = Callable[[Array, Any], Array]  # (x [..., in], weight [in, out]) -> [..., out] in x's dtype
+Norm = Callable[[Array, Array], Array]  # (x [..., D], scale [D]) -> [..., D] in x's dtype
 
 
 def matmul(x: Float[Array, "... I"], weight: Float[Array, "I O"]) -> Float[Array, "... O"]:
@@ -59,6 +60,11 @@ def ones(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
   return jnp.ones(shape, dtype)
 
 
+def zeros(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+  del key
+  return jnp.zeros(shape, dtype)
+
+
 def rms_norm(
   x: Float[Array, "... D"], scale: Float[Array, "D"], epsilon: float
 ) -> Float[Array, "... D"]:
@@ -88,7 +94,22 @@ class Llama3:
   original_length: int
 
 
-RopeScaling = Linear | Llama3
+@dataclasses.dataclass(frozen=True)
+class Yarn:
+  """Pairs that turn more than `beta_fast` times in the original context are kept, those that turn
+  less than `beta_slow` times divided by `factor`, those between interpolated over the pairs' index;
+  cosine and sine are scaled by `attention_factor` (Peng et al. 2023, as transformers has it).
+  """
+
+  factor: float
+  original_length: int
+  attention_factor: float
+  beta_fast: float = 32.0
+  beta_slow: float = 1.0
+  truncate: bool = True  # the two bounds to whole pairs
+
+
+RopeScaling = Linear | Llama3 | Yarn
 
 
 def rope_frequencies(
@@ -96,10 +117,16 @@ def rope_frequencies(
 ) -> Float[np.ndarray, "H/2"]:
   """Radians a position for each pair of head dimensions (Su et al. 2021), rescaled for longer
   contexts.
+
+  Args:
+    head_dim: the dimensions that are rotated, fewer than a head has in a partial rotary embedding.
   """
   frequency = theta ** -(np.arange(0, head_dim, 2) / head_dim)
   if isinstance(scaling, Linear):
     frequency = frequency / scaling.factor
+  if isinstance(scaling, Yarn):
+    keep = 1 - _yarn_ramp(head_dim, theta, scaling)
+    frequency = keep * frequency + (1 - keep) * frequency / scaling.factor
   if isinstance(scaling, Llama3):
     turns = scaling.original_length * frequency / (2 * math.pi)  # within the original context
     span = scaling.high_frequency - scaling.low_frequency
@@ -108,49 +135,108 @@ def rope_frequencies(
   return frequency.astype(np.float32)
 
 
+def _yarn_ramp(head_dim: int, theta: float, scaling: Yarn) -> Float[np.ndarray, "H/2"]:
+  """0 for pairs to keep, 1 for those to stretch."""
+
+  def pair(turns: float) -> float:
+    """The index, a fraction, of the pair that turns so often in the original context."""
+    length = scaling.original_length / (2 * math.pi * turns)
+    return head_dim * math.log(length) / (2 * math.log(theta))
+
+  low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+  if scaling.truncate:
+    low, high = math.floor(low), math.ceil(high)
+  low, high = max(low, 0), min(high, head_dim - 1)
+  span = high - low or 0.001  # as transformers, where the bounds meet
+  return np.clip((np.arange(head_dim // 2) - low) / span, 0, 1)
+
+
 @flax.struct.dataclass
 class Rotation:
-  """Cosine and sine of each position's angles, in float32."""
+  """Cosine and sine of each position's angles, in float32; R dimensions of a head are rotated."""
 
-  cos: Float[Array, "B T H/2"]
-  sin: Float[Array, "B T H/2"]
+  cos: Float[Array, "B T R/2"]
+  sin: Float[Array, "B T R/2"]
 
 
-def rotation(position: Int[Array, "B T"], frequencies: Float[np.ndarray, "H/2"]) -> Rotation:
+def rotation(
+  position: Int[Array, "B T"], rotary_dim: int, theta: float, scaling: RopeScaling | None
+) -> Rotation:
+  """Of the first `rotary_dim` dimensions of each head."""
+  frequencies = rope_frequencies(rotary_dim, theta, scaling)
   angle = jnp.einsum("bt,h->bth", position.astype(jnp.float32), jnp.asarray(frequencies))
+  cos, sin = jnp.cos(angle), jnp.sin(angle)
+  if isinstance(scaling, Yarn):
+    cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
   # Without the barrier XLA computes them again inside the fusions of every layer.
-  return Rotation(*jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle))))
+  return Rotation(*jax.lax.optimization_barrier((cos, sin)))
 
 
 def rotate(x: Float[Array, "B T N H"], by: Rotation) -> Float[Array, "B T N H"]:
-  """Rotates the pairs (i, i + H/2) of each head, as Hugging Face checkpoints expect."""
-  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  """Rotates the pairs (i, i + R/2) of each head's first R dimensions, as Hugging Face checkpoints
+  expect.
+  """
+  half = by.cos.shape[-1]
+  first, second, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
   cos, sin = by.cos[:, :, None, :], by.sin[:, :, None, :]
-  turned = [first * cos - second * sin, second * cos + first * sin]
+  turned = [first * cos - second * sin, second * cos + first * sin, rest]
   return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
 @flax.struct.dataclass
 class Attention:
-  """Projections of grouped-query attention."""
+  """Projections of grouped-query attention; what a family does not have is None.
+
+  Biases are added to the projections of queries, keys and values (none to the output's); the norms'
+  scales, one for all heads of a layer, belong to each head's query and key before the rotation.
+  """
 
   query: Float[Array, "D N*H"]
   key: Float[Array, "D K*H"]
   value: Float[Array, "D K*H"]
   output: Float[Array, "N*H D"]
+  query_bias: Float[Array, "N*H"] | None = None
+  key_bias: Float[Array, "K*H"] | None = None
+  value_bias: Float[Array, "K*H"] | None = None
+  query_norm: Float[Array, "H"] | None = None
+  key_norm: Float[Array, "H"] | None = None
 
   @classmethod
   def abstract(
-    cls, layers: int, embed: int, heads: int, kv_heads: int, head_dim: int
+    cls,
+    layers: int,
+    embed: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    bias: bool = False,
+    norm: Initializer | None = None,
   ) -> "Attention":
+    """Specs of stacked layers.
+
+    Args:
+      bias: whether queries, keys and values have one.
+      norm: what the scales of the query and key norms start from; None for a family without them.
+    """
+
     def spec(inputs: int, outputs: int, axes: tuple[str, str]) -> Any:
       return param((layers, inputs, outputs), ("layers", *axes), scaled_normal)
 
+    def added(size: int, axis: str) -> Any:
+      return param((layers, size), ("layers", axis), zeros) if bias else None
+
+    scale = None if norm is None else param((layers, head_dim), ("layers", None), norm)
     return cls(
       query=spec(embed, heads * head_dim, ("embed", "heads")),
       key=spec(embed, kv_heads * head_dim, ("embed", "kv_heads")),
       value=spec(embed, kv_heads * head_dim, ("embed", "kv_heads")),
       output=spec(heads * head_dim, embed, ("heads", "embed")),
+      query_bias=added(heads * head_dim, "heads"),
+      key_bias=added(kv_heads * head_dim, "kv_heads"),
+      value_bias=added(kv_heads * head_dim, "kv_heads"),
+      query_norm=scale,
+      key_norm=scale,
     )
 
 
@@ -167,15 +253,32 @@ def attention(
   *,
   head_dim: int,
   matmul: Matmul,
+  norm: Norm,
 ) -> tuple[Float[Array, "B T D"], Any]:
-  """Projects, rotates queries and keys, mixes, projects back."""
+  """Projects, adds biases, normalises and rotates queries and keys, mixes, projects back.
 
-  def split(projected: Array) -> Array:
-    return projected.reshape(*projected.shape[:-1], -1, head_dim)
+  Args:
+    weights: biases and norms that are None are left out.
+    by: rotates the first R dimensions of each head, H or fewer.
+    mix: attention itself, over a packed row or a cache; scores are scaled there.
+    norm: with `weights.query_norm` and `weights.key_norm` over each head.
 
-  query = rotate(split(matmul(x, weights.query)), by)
-  key = rotate(split(matmul(x, weights.key)), by)
-  mixed, kept = mix(query, key, split(matmul(x, weights.value)))
+  Returns:
+    the output projection, without a residual, and what `mix` kept.
+  """
+
+  def project(weight: Array, bias: Array | None) -> Array:
+    made = matmul(x, weight)
+    if bias is not None:
+      made = made + jnp.broadcast_to(bias.astype(made.dtype), made.shape)
+    return made.reshape(*made.shape[:-1], -1, head_dim)
+
+  query = project(weights.query, weights.query_bias)
+  key = project(weights.key, weights.key_bias)
+  if weights.query_norm is not None and weights.key_norm is not None:
+    query, key = norm(query, weights.query_norm), norm(key, weights.key_norm)
+  value = project(weights.value, weights.value_bias)
+  mixed, kept = mix(rotate(query, by), rotate(key, by), value)
   return matmul(mixed.reshape(*x.shape[:-1], -1), weights.output), kept
 
 

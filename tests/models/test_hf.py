@@ -156,7 +156,15 @@ def test_a_failed_write_leaves_the_old_directory(saved, tmp_path):
     ({"attention_bias": True}, "attention_bias=True is not supported"),
     ({"sliding_window": 128}, "sliding_window=128 is not known"),
     ({"quantization_config": {}}, "quantization_config={} is not known"),
-    ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' is not supported"),
+    ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_type='dynamic' is not supported"),
+    (
+      {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+      r"\['original_max_.*'\] of .*'yarn' are",
+    ),
+    (
+      {"rope_scaling": {"type": "linear", "factor": 2.0, "x": 1}},
+      r"\['x'\] are not known to .*'lin",
+    ),
     ({"hidden_size": "REMOVED"}, r"\['hidden_size'\] are missing"),
     ({"num_key_value_heads": 3}, "num_attention_heads=2 is no multiple of num_key_value_heads=3"),
   ],

@@ -1,0 +1,66 @@
+"""The Qwen2 family: the pre-norm decoder with biases of queries, keys and values (Yang et al.
+2024).
+
+Serves Qwen2 and Qwen2.5; the released checkpoints declare sliding windows but do not use them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl_jax.models import decoder, hf_config
+from agentrl_jax.models.decoder import Config, DecoderWeights
+from agentrl_jax.models.model import Family, Model, Rule
+
+_FIXED = {"hidden_act": "silu", "use_mrope": False}
+_DEFAULTS = {"num_key_value_heads": 32}  # transformers', where a config.json leaves a field out
+
+
+def bind(config: Config) -> Model:
+  """The model of this configuration."""
+  return Model(_FAMILY, config)
+
+
+def abstract(config: Config) -> DecoderWeights:
+  return decoder.abstract(config, bias=True)
+
+
+def rules(config: Config) -> tuple[Rule, ...]:
+  """Every tensor of a Hugging Face Qwen2 checkpoint."""
+  return decoder.rules(config, bias=True)
+
+
+def from_hf(fields: Mapping[str, Any]) -> Model:
+  """The model of a Hugging Face `config.json`.
+
+  Raises:
+    ValueError: a missing field, or one that is unknown or set to a value not implemented, by name.
+  """
+  fields = _DEFAULTS | dict(fields)
+  hf_config.check(fields, "Qwen2", fixed=_FIXED, read=hf_config.refuse_windows(fields))
+  theta, scaling = hf_config.read_rope(fields)
+  return bind(Config(rope_theta=theta, rope_scaling=scaling, **hf_config.read_sizes(fields)))
+
+
+def to_hf(config: Config) -> dict[str, Any]:
+  """The `config.json` of this configuration, spelt as every transformers version reads it."""
+  return {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    **hf_config.write_sizes(config),
+    **hf_config.write_rope(config.rope_theta, config.rope_scaling),
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+  }
+
+
+_FAMILY = Family(
+  name="qwen2",
+  abstract=abstract,
+  forward=decoder.forward,
+  unembedding=decoder.unembedding,
+  init_cache=decoder.init_cache,
+  decode=decoder.decode,
+  rules=rules,
+  to_hf=to_hf,
+  units=decoder.units,
+)
