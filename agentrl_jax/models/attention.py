@@ -2,12 +2,15 @@
 grouped heads.
 
 A position attends to itself and earlier positions of its row with the same sample id, and to those
-of its parent, a stream that several samples continue; padding (-1) attends to nothing and gets
-zeros. Axis letters as in `layers`; G = N / K query heads share a key-value head, S counts keys.
+of its parent, a stream that several samples continue; a sliding window leaves the nearest of these.
+Padding (-1) attends to nothing and gets zeros. Axis letters as in `layers`; G = N / K query heads
+share a key-value head, S counts keys.
 """
 
 import functools
+from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -19,17 +22,26 @@ Carry = tuple[Array, Array, Array]  # running sums of a loop over blocks
 _LOW = -1e30  # masked scores: finite, so that no gradient is inf - inf
 
 
+@flax.struct.dataclass
+class Window:
+  """Of the keys that a query would see, those fewer than `size` positions back; itself included."""
+
+  position: Int[Array, "B T"]  # within the stream: a sample goes on where its parent ends
+  size: Int[Array, ""]
+
+
 def attend(
   query: Float[Array, "B T N H"],
   key: Float[Array, "B T K H"],
   value: Float[Array, "B T K H"],
   sample: Int[Array, "B T"],
   parent: Int[Array, "B T"] | None = None,
+  window: Window | None = None,
 ) -> Float[Array, "B T N H"]:
   """The one place where an implementation of packed attention is chosen."""
   if query.shape[1] <= _PLAIN_LENGTH:
-    return attend_plain(query, key, value, sample, parent)
-  return attend_blockwise(query, key, value, sample, parent)
+    return attend_plain(query, key, value, sample, parent, window)
+  return attend_blockwise(query, key, value, sample, parent, window)
 
 
 def attend_plain(
@@ -38,11 +50,14 @@ def attend_plain(
   value: Float[Array, "B T K H"],
   sample: Int[Array, "B T"],
   parent: Int[Array, "B T"] | None = None,
+  window: Window | None = None,
 ) -> Float[Array, "B T N H"]:
   """All scores at once: memory grows with T squared."""
   length = query.shape[1]
   causal = jnp.tril(jnp.ones((length, length), bool))
   mask = _visible(sample, sample if parent is None else parent, sample) & causal[None]
+  if window is not None:
+    mask &= _near(window.position, window.position, window.size)
   scores = _scores(_grouped(query, key.shape[2]), _heads_first(key))
   return _ungrouped(_softmax_mix(scores, _heads_first(value), mask))
 
@@ -53,13 +68,14 @@ def attend_blockwise(
   value: Float[Array, "B T K H"],
   sample: Int[Array, "B T"],
   parent: Int[Array, "B T"] | None = None,
+  window: Window | None = None,
   *,
   block: int = _BLOCK,
 ) -> Float[Array, "B T N H"]:
   """The same in memory linear in T, forward and backward (Dao et al. 2022), block by block.
 
-  Blocks above the diagonal, and those before the samples of every row begin, are skipped. A sample
-  must be contiguous in its row.
+  Blocks above the diagonal, and those before every row's samples or windows begin, are skipped. A
+  sample must be contiguous in its row.
   """
   length = query.shape[1]
   extra = -length % block
@@ -70,7 +86,10 @@ def attend_blockwise(
   queries = _grouped(pad(query, 0), key.shape[2])
   keys, values = _heads_first(pad(key, 0)), _heads_first(pad(value, 0))
   own = pad(sample, -1)
-  mixed = _blockwise(block, queries, keys, values, own, own if parent is None else pad(parent, -1))
+  if window is not None:
+    window = Window(pad(window.position, 0), window.size)
+  parents = own if parent is None else pad(parent, -1)
+  mixed = _blockwise(block, queries, keys, values, own, parents, window)
   return _ungrouped(mixed)[:, :length]
 
 
@@ -79,13 +98,17 @@ def attend_cache(
   key: Float[Array, "B K H S"],
   value: Float[Array, "B K S H"],
   position: Int[Array, "B T"],
+  window: int | None = None,
 ) -> Float[Array, "B T N H"]:
-  """Attends to cache indices up to `position` (-1: to none).
+  """Attends to cache indices up to `position` (-1: to none), to the last `window` of them if given.
 
   Keys lie transposed: for one query a head, the product with [H S] reads memory in order and takes
   half the time of that with [S H].
   """
-  mask = jnp.arange(key.shape[3])[None, None, :] <= position[:, :, None]
+  index = jnp.arange(key.shape[3])[None, None, :]
+  mask = index <= position[:, :, None]
+  if window is not None:
+    mask &= index > position[:, :, None] - window
   grouped = _grouped(query, key.shape[1])
   scores = jnp.einsum("bkgth,bkhs->bkgts", grouped, key, preferred_element_type=jnp.float32)
   return _ungrouped(_softmax_mix(scores * query.shape[-1] ** -0.5, value, mask))
@@ -121,6 +144,13 @@ def _visible(
   keys = keys[:, None, :]
   seen = (sample[:, :, None] == keys) | (parent[:, :, None] == keys)
   return seen & (sample >= 0)[:, :, None] & (keys >= 0)
+
+
+def _near(
+  queries: Int[Array, "B T"], keys: Int[Array, "B S"], size: Int[Array, ""]
+) -> Bool[Array, "B T S"]:
+  """Whether a key's position is fewer than `size` before a query's."""
+  return queries[:, :, None] - keys[:, None, :] < size
 
 
 def _heads_first(x: Float[Array, "B T K H"]) -> Float[Array, "B K T H"]:
@@ -160,13 +190,15 @@ def _softmax_mix(
 
 
 def _first_blocks(
-  sample: Int[Array, "B T"], parent: Int[Array, "B T"], block: int
+  sample: Int[Array, "B T"], parent: Int[Array, "B T"], window: Window | None, block: int
 ) -> Int[Array, "T/block"]:
   """The first key block that each query block needs in any row, made never to decrease."""
   index = jnp.arange(sample.shape[1])[None]
   before = jnp.pad(sample[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
   starts = jnp.where(sample != before, index, 0)
   start = jnp.where(sample < 0, index, jax.lax.cummax(starts, axis=1))
+  if window is not None:  # a sample is contiguous, so its positions count as the row does
+    start = jnp.maximum(start, index - window.size + 1)
   # A stream's parent lies before it: in the extreme at the row's first position.
   start = jnp.where(parent == sample, start, 0)
   needed = jnp.min(start.reshape(sample.shape[0], -1, block), axis=(0, 2)) // block
@@ -180,6 +212,7 @@ def _part(x: Array, number: Int[Array, ""], block: int, axis: int) -> Array:
 def _block_mask(
   sample: Int[Array, "B T"],
   parent: Int[Array, "B T"],
+  window: Window | None,
   row: Int[Array, ""],
   column: Int[Array, ""],
   block: int,
@@ -187,7 +220,11 @@ def _block_mask(
   within = jnp.arange(block)
   causal = (row * block + within)[:, None] >= (column * block + within)[None, :]
   queries = _part(sample, row, block, 1), _part(parent, row, block, 1)
-  return (_visible(*queries, _part(sample, column, block, 1)) & causal[None])[:, None, None]
+  mask = _visible(*queries, _part(sample, column, block, 1)) & causal[None]
+  if window is not None:
+    near = _part(window.position, row, block, 1), _part(window.position, column, block, 1)
+    mask &= _near(*near, window.size)
+  return mask[:, None, None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -198,15 +235,22 @@ def _blockwise(
   value: Float[Array, "B K T H"],
   sample: Int[Array, "B T"],
   parent: Int[Array, "B T"],
+  window: Window | None,
 ) -> Float[Array, "B K G T H"]:
-  return _blockwise_forward(block, query, key, value, sample, parent)[0]
+  return _blockwise_forward(block, query, key, value, sample, parent, window)[0]
 
 
 def _blockwise_forward(
-  block: int, query: Array, key: Array, value: Array, sample: Array, parent: Array
-) -> tuple[Array, tuple[Array, ...]]:
+  block: int,
+  query: Array,
+  key: Array,
+  value: Array,
+  sample: Array,
+  parent: Array,
+  window: Window | None,
+) -> tuple[Array, tuple[Any, ...]]:
   """Online softmax over key blocks; keeps the log of each row's sum for the backward pass."""
-  first = _first_blocks(sample, parent, block)
+  first = _first_blocks(sample, parent, window, block)
 
   def row_block(row: Array) -> tuple[Array, Array]:
     queries = _part(query, row, block, 3)
@@ -215,7 +259,7 @@ def _blockwise_forward(
       column: Array, carry: tuple[Array, Array, Array]
     ) -> tuple[Array, Array, Array]:
       mixed, total, peak = carry
-      mask = _block_mask(sample, parent, row, column, block)
+      mask = _block_mask(sample, parent, window, row, column, block)
       scores = jnp.where(mask, _scores(queries, _part(key, column, block, 2)), _LOW)
       new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1, keepdims=True))
       weight = jnp.where(mask, jnp.exp(scores - new_peak), 0.0)
@@ -240,7 +284,7 @@ def _blockwise_forward(
 
   mixed, log_total = jax.lax.map(row_block, jnp.arange(first.shape[0]))
   mixed, log_total = _join(mixed, 3), _join(log_total, 3)
-  return mixed, (query, key, value, sample, parent, mixed, log_total)
+  return mixed, (query, key, value, sample, parent, window, mixed, log_total)
 
 
 def _join(blocks: Array, axis: int) -> Array:
@@ -251,11 +295,11 @@ def _join(blocks: Array, axis: int) -> Array:
 
 
 def _blockwise_backward(
-  block: int, kept: tuple[Array, ...], mixed_grad: Array
-) -> tuple[Array, Array, Array, None, None]:
+  block: int, kept: tuple[Any, ...], mixed_grad: Array
+) -> tuple[Array, Array, Array, None, None, None]:
   """Recomputes each block's weights from the kept normalisers: one pass over the blocks needed."""
-  query, key, value, sample, parent, mixed, log_total = kept
-  first = _first_blocks(sample, parent, block)
+  query, key, value, sample, parent, window, mixed, log_total = kept
+  first = _first_blocks(sample, parent, window, block)
   inner = jnp.einsum("bkgth,bkgth->bkgt", mixed_grad, mixed, preferred_element_type=jnp.float32)[
     ..., None
   ]
@@ -266,7 +310,7 @@ def _blockwise_backward(
     def row_block(row: Array, carry: Carry) -> Carry:
       query_grad, key_grad, value_grad = carry
       queries, grads = _part(query, row, block, 3), _part(mixed_grad, row, block, 3)
-      mask = _block_mask(sample, parent, row, column, block)
+      mask = _block_mask(sample, parent, window, row, column, block)
       shifted = _scores(queries, keys) - _part(log_total, row, block, 3)
       weight = jnp.where(mask, jnp.exp(jnp.where(mask, shifted, 0.0)), 0.0)
       product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -292,6 +336,7 @@ def _blockwise_backward(
     query_grad.astype(query.dtype),
     _join(key_grad, 2).astype(key.dtype),
     _join(value_grad, 2).astype(value.dtype),
+    None,
     None,
     None,
   )

@@ -7,7 +7,7 @@ Its layers add attention(norm(x)) and mlp(norm(x)) to x. Families differ in what
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import flax.struct
@@ -220,25 +220,28 @@ def decode_layers(
   cache: KeyValueCache,
   x: Float[Array, "B N D"],
   position: Int[Array, "B N"],
+  windows: Sequence[int | None] | None = None,
 ) -> tuple[Float[Array, "B N D"], KeyValueCache]:
   """Applies `run(layer, x, mix)` layer by layer, where `mix` writes to the layer's cache and
-  attends to it.
+  attends to it, as far back as the layer's window reaches.
 
   Layers are unrolled: caches threaded through a scan would be copied every step.
   """
-  updated = []
-  for layer, (keys, values) in zip(unstacked, cache, strict=True):
 
-    def mix(
-      query: Array, key: Array, value: Array, keys: Array = keys, values: Array = values
-    ) -> tuple[Array, tuple[Array, Array]]:
+  def cached(keys: Array, values: Array, window: int | None) -> layers.Mix:
+    def mix(query: Array, key: Array, value: Array) -> tuple[Array, tuple[Array, Array]]:
       kept = (
         attention.write_keys(keys, key, position),
         attention.write_values(values, value, position),
       )
-      return attention.attend_cache(query, *kept, position), kept
+      return attention.attend_cache(query, *kept, position, window), kept
 
-    x, kept = run(layer, x, mix)
+    return mix
+
+  windows = windows or [None] * len(cache)
+  updated = []
+  for layer, of_layer, window in zip(unstacked, cache, windows, strict=True):
+    x, kept = run(layer, x, cached(*of_layer, window))
     updated.append(kept)
   return x, tuple(updated)
 

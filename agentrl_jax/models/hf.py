@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from agentrl_jax.models import llama, qwen2, qwen3
+from agentrl_jax.models import gemma3, llama, qwen2, qwen3
 from agentrl_jax.models.checkpoint_files import (
   PathLike,
   TensorEntry,
@@ -26,6 +26,7 @@ from agentrl_jax.models.checkpoint_files import (
 from agentrl_jax.models.model import Model, ParamSpec, Rule, Weights, is_spec, parameter_path
 
 _ARCHITECTURES: Mapping[str, Callable[[Mapping[str, Any]], Model]] = {
+  "Gemma3ForCausalLM": gemma3.from_hf,
   "LlamaForCausalLM": llama.from_hf,
   "Qwen2ForCausalLM": qwen2.from_hf,
   "Qwen3ForCausalLM": qwen3.from_hf,

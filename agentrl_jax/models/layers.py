@@ -284,7 +284,7 @@ def attention(
 
 @flax.struct.dataclass
 class MLP:
-  """Gated MLP: down(silu(gate x) * up x) (Shazeer 2020)."""
+  """Gated MLP: down(activation(gate x) * up x) (Shazeer 2020)."""
 
   gate: Float[Array, "D F"]
   up: Float[Array, "D F"]
@@ -297,5 +297,11 @@ class MLP:
     return cls(gate=wide, up=wide, down=down)
 
 
-def mlp(weights: MLP, x: Float[Array, "B T D"], *, matmul: Matmul) -> Float[Array, "B T D"]:
-  return matmul(jax.nn.silu(matmul(x, weights.gate)) * matmul(x, weights.up), weights.down)
+def mlp(
+  weights: MLP,
+  x: Float[Array, "B T D"],
+  *,
+  matmul: Matmul,
+  activation: Callable[[Array], Array] = jax.nn.silu,
+) -> Float[Array, "B T D"]:
+  return matmul(activation(matmul(x, weights.gate)) * matmul(x, weights.up), weights.down)

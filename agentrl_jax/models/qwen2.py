@@ -12,7 +12,8 @@ from agentrl_jax.models.decoder import Config, DecoderWeights
 from agentrl_jax.models.model import Family, Model, Rule
 
 _FIXED = {"hidden_act": "silu", "use_mrope": False}
-_DEFAULTS = {"num_key_value_heads": 32}  # transformers', where a config.json leaves a field out
+# transformers', where a config.json leaves a field out
+_DEFAULTS = {"num_key_value_heads": 32}
 
 
 def bind(config: Config) -> Model:

@@ -12,10 +12,8 @@ from agentrl_jax.models.decoder import Config, DecoderWeights
 from agentrl_jax.models.model import Family, Model, Rule
 
 _FIXED = {"attention_bias": False, "hidden_act": "silu"}
-_DEFAULTS = {
-  "num_key_value_heads": 32,
-  "head_dim": 128,
-}  # transformers', where a config.json leaves a field out
+# transformers', where a config.json leaves a field out
+_DEFAULTS = {"num_key_value_heads": 32, "head_dim": 128}
 
 
 def bind(config: Config) -> Model:
