@@ -1,4 +1,4 @@
-"""What transformers says of random Llamas and of the real GGUF file, in its own Python, once."""
+"""What transformers says of random models and of the real GGUF file, in its own Python, once."""
 
 import os
 import pathlib
@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-SCRIPT = ROOT / "tests" / "reference" / "llama_transformers.py"
+SCRIPT = ROOT / "tests" / "reference" / "dense_transformers.py"
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +43,7 @@ def run_reference(out: pathlib.Path, *arguments: pathlib.Path) -> pathlib.Path:
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
   """A directory with the random cases of the script."""
-  return run_reference(tmp_path_factory.mktemp("llama"), pathlib.Path("cases"))
+  return run_reference(tmp_path_factory.mktemp("dense"), pathlib.Path("cases"))
 
 
 @pytest.fixture(scope="session")

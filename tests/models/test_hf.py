@@ -45,26 +45,6 @@ def assert_same(ours, theirs):
   jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["tied", "untied_linear"])
-def test_transformers_checkpoints_return_bitwise(reference, tmp_path, name):
-  """HF -> ours -> HF; the untied one is bfloat16 in several files with an index."""
-  source = reference / name
-  files = TensorFiles(source)
-  stored = {files.dtype(tensor) for tensor in files.names()}
-  assert stored == {np.dtype(ml_dtypes.bfloat16 if name == "untied_linear" else np.float32)}
-  assert (source / checkpoint_files.INDEX_NAME).is_file() == (name == "untied_linear")
-  model = hf.load_model(source)
-  weights = hf.load_weights(model, source)
-  hf.save_weights(model, weights, tmp_path / "back", dtype=stored.pop(), copy_from=source)
-  back = TensorFiles(tmp_path / "back")
-  assert back.names() == files.names()
-  for tensor in files.names():
-    np.testing.assert_array_equal(
-      back.read(tensor).view(np.uint8), files.read(tensor).view(np.uint8)
-    )
-  assert hf.load_model(tmp_path / "back") == model
-
-
 def test_round_trip_and_configuration(saved):
   weights, directory = saved
   model = hf.load_model(directory)
@@ -73,7 +53,14 @@ def test_round_trip_and_configuration(saved):
 
 
 @pytest.mark.parametrize(
-  "scaling", [None, layers.Linear(4.0), layers.Llama3(8.0, 1.0, 4.0, 16)], ids=str
+  "scaling",
+  [
+    None,
+    layers.Linear(4.0),
+    layers.Llama3(8.0, 1.0, 4.0, 16),
+    layers.Yarn(4.0, 16, 1.2, beta_fast=20.0, beta_slow=2.0, truncate=False),
+  ],
+  ids=str,
 )
 def test_configuration_survives_config_json(scaling):
   config = llama.Config(

@@ -1,6 +1,7 @@
-"""Random Llamas by transformers, in float32; run as a script by a Python that has it.
+"""Random models of the dense families by transformers, in float32; run as a script by a Python that
+has it.
 
-Usage: python llama_transformers.py OUT cases | GGUF_FILE
+Usage: python dense_transformers.py OUT cases | GGUF_FILE
 
 `cases`: OUT/<case>/ holds each model as transformers saves it and OUT/<case>.npz its tokens,
 log-probs [B T V], the weighting of the loss, and the gradient of sum(weighting * log-prob of the
@@ -39,20 +40,67 @@ LLAMA3 = {
   "high_freq_factor": 4.0,
   "original_max_position_embeddings": 32,
 }
-CASES = {
-  "tied": {"tie_word_embeddings": True},
-  "untied_linear": {
-    "tie_word_embeddings": False,
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 6,
-    "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0},
-  },
-  "multi_query_llama3": {
-    "tie_word_embeddings": False,
-    "num_key_value_heads": 1,
-    "rope_parameters": LLAMA3,
-  },
+YARN = {
+  "rope_type": "yarn",
+  "rope_theta": 1000.0,
+  "factor": 4.0,
+  "original_max_position_embeddings": 16,
 }
+GEMMA3_ROPES = {
+  "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0},
+  "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+CASES = {  # name: (prefix of transformers' class names, changes to SIZES)
+  "tied": ("Llama", {"tie_word_embeddings": True}),
+  "untied_linear": (
+    "Llama",
+    {
+      "tie_word_embeddings": False,
+      "num_hidden_layers": 3,
+      "num_key_value_heads": 6,
+      "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0},
+    },
+  ),
+  "multi_query_llama3": (
+    "Llama",
+    {"tie_word_embeddings": False, "num_key_value_heads": 1, "rope_parameters": LLAMA3},
+  ),
+  "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True, "head_dim": 4}),
+  "qwen2_yarn": ("Qwen2", {"tie_word_embeddings": False, "rope_parameters": YARN}),
+  "qwen3": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 8}),
+  "qwen3_yarn": (
+    "Qwen3",
+    {
+      "tie_word_embeddings": True,
+      "head_dim": 10,
+      "rope_parameters": YARN
+      | {"attention_factor": 1.3, "beta_fast": 3.0, "beta_slow": 0.5, "truncate": False},
+    },
+  ),
+  "gemma3": (
+    "Gemma3",
+    {
+      "head_dim": 8,
+      "layer_types": [LOCAL, GLOBAL, LOCAL],
+      "num_hidden_layers": 3,
+      "query_pre_attn_scalar": 5,
+      "rope_parameters": GEMMA3_ROPES,
+      "sliding_window": 5,
+    },
+  ),
+  "gemma3_long": (  # attention goes block by block, and some blocks are outside the window
+    "Gemma3",
+    {
+      "layer_types": [LOCAL, GLOBAL],
+      "max_position_embeddings": 512,
+      "query_pre_attn_scalar": 6,
+      "sliding_window": 100,
+      "tie_word_embeddings": False,
+    },
+  ),
+}
+LENGTHS = {"gemma3_long": 300}
 TEXTS = [
   "",
   "Hello world",
@@ -78,22 +126,25 @@ def log_probs(model, tokens):
   return torch.log_softmax(model(tokens).logits.float(), dim=-1)
 
 
-def save_case(out: pathlib.Path, name: str, changes: dict) -> None:
+def save_case(out: pathlib.Path, name: str, prefix: str, changes: dict) -> None:
   torch.manual_seed(len(name))
-  config = transformers.LlamaConfig(**(SIZES | changes), attn_implementation="eager")
-  model = transformers.LlamaForCausalLM(config).float().eval()
+  kind = "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
+  config = getattr(transformers, kind)(**(SIZES | changes), attn_implementation="eager")
+  model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
   with torch.no_grad():
     for parameter in model.parameters():
-      if parameter.ndim == 1:  # norms start at one, which would hide a norm in the wrong place
-        parameter.uniform_(0.5, 1.5)
+      if parameter.ndim == 1:  # all norms or biases alike would hide one in the wrong place
+        parameter += torch.rand_like(parameter) - 0.5
   stored = model if name != "untied_linear" else model.bfloat16()
   stored.save_pretrained(out / name, max_shard_size="20KB" if name == "untied_linear" else "1GB")
   # Read back, as a cast to bfloat16 also rounds the rotary frequencies, which are not stored.
-  model = transformers.LlamaForCausalLM.from_pretrained(
-    out / name, dtype=torch.float32, attn_implementation="eager"
-  ).eval()
-  tokens = torch.randint(0, config.vocab_size, (2, 19))
-  weighting = torch.randn(2, 18)
+  model = (
+    type(model).from_pretrained(out / name, dtype=torch.float32, attn_implementation="eager").eval()
+  )
+  length = LENGTHS.get(name, 19)
+  # From 1, as transformers keeps gradients from the embedding of padding, Gemma's token 0.
+  tokens = torch.randint(1, config.vocab_size, (2, length))
+  weighting = torch.randn(2, length - 1)
   logp = log_probs(model, tokens)
   picked = logp[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
   (weighting * picked).sum().backward()
@@ -131,8 +182,8 @@ def main() -> None:
   if sys.argv[2] != "cases":
     save_gguf(out, pathlib.Path(sys.argv[2]))
     return
-  for name, changes in CASES.items():
-    save_case(out, name, changes)
+  for name, (prefix, changes) in CASES.items():
+    save_case(out, name, prefix, changes)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,41 @@
-"""The Llama family against transformers: log-probs, gradients, packing, decoding, meshes."""
+"""Dense families against transformers: log-probs, gradients, packing, decoding, meshes, files."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from agentrl_jax.models import hf, layers, llama
+from agentrl_jax.models import checkpoint_files, decoder, gemma3, hf, layers, llama, qwen2, qwen3
+from agentrl_jax.models.checkpoint_files import TensorFiles
 from agentrl_jax.models.model import initialize, unstack
 from agentrl_jax.models.sharding import batch_sharding, make_mesh, shardings
 
-CASES = ["tied", "untied_linear", "multi_query_llama3"]
+CASES = [  # of tests/reference/dense_transformers.py
+  *("tied", "untied_linear", "multi_query_llama3"),
+  *("qwen2_tied", "qwen2_yarn", "qwen3", "qwen3_yarn", "gemma3", "gemma3_long"),
+]
+ONE_A_FAMILY = ["tied", "qwen2_yarn", "qwen3", "gemma3"]
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
-TINY = llama.bind(
-  llama.Config(
-    vocab_size=48, embed=16, ffw=24, layers=2, heads=4, kv_heads=2, head_dim=4, max_position=64
-  )
-)  # fmt: skip
+SIZES = {
+  "vocab_size": 48, "embed": 16, "ffw": 24, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 4,
+  "max_position": 64,
+}  # fmt: skip
+CONFIG = decoder.Config(**SIZES)
+TINY = llama.bind(CONFIG)
+GEMMA3 = gemma3.bind(gemma3.Config(**SIZES, local=(True, False), window=5, query_scalar=3.0))
+FAMILIES = {
+  "llama": TINY,
+  "qwen2": qwen2.bind(CONFIG),
+  "qwen3": qwen3.bind(CONFIG),
+  "gemma3": GEMMA3,
+}
+
+
+def random_weights(model, seed):
+  """With noise on what starts at zero or one."""
+  weights = initialize(model, jax.random.key(seed))
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(lambda w: w + rng.normal(0, 0.1, w.shape).astype(w.dtype), weights)
 
 
 def load(reference, name):
@@ -66,9 +86,10 @@ def test_log_probs_and_gradients_equal_transformers(reference, name):
   assert checked == sum(key.startswith("grad:") for key in arrays)
 
 
-def test_packed_rows_equal_separate_ones(reference):
+@pytest.mark.parametrize("name", ONE_A_FAMILY)
+def test_packed_rows_equal_separate_ones(reference, name):
   """Two samples and padding share a row; a NaN in no place, a gradient in no padding."""
-  model, weights, arrays = load(reference, "tied")
+  model, weights, arrays = load(reference, name)
   tokens = jnp.asarray(arrays["tokens"], jnp.int32)
   expected = arrays["logp"]
   packed = jnp.concatenate([tokens[0, :11], tokens[1, :7], tokens[0, :5]])[None]
@@ -86,10 +107,31 @@ def test_packed_rows_equal_separate_ones(reference):
   assert all(np.all(np.asarray(leaf) == 0) for leaf in jax.tree.leaves(gradient))
 
 
-@pytest.mark.parametrize("chunks", [(1,) * 12, (5, 4, 3)])
-def test_decode_equals_forward(reference, chunks):
+@pytest.mark.parametrize("name", ONE_A_FAMILY)
+def test_a_shared_prefix_equals_its_copies(name):
+  """Two samples continue a third, whose end, but not whose start, is in a sliding window."""
+  model = FAMILIES[{"tied": "llama", "qwen2_yarn": "qwen2"}.get(name, name)]
+  weights = random_weights(model, 5)
+  tokens = np.random.default_rng(5).integers(0, 48, 17)
+  prefix, first, second = tokens[:7], tokens[7:11], tokens[11:]
+  sample = jnp.asarray([[3] * 7 + [0] * 4 + [8] * 6], jnp.int32)
+  position = jnp.asarray([[*range(7), *range(7, 11), *range(7, 13)]], jnp.int32)
+  forward = jax.jit(model.forward)
+  found = forward(weights, tokens[None], sample, position, parent=jnp.full_like(sample, 3))[0]
+  branches = [(first, found[7:11]), (second, found[11:])]
+  for branch, hidden in branches:
+    expected = forward(weights, *separate(np.concatenate([prefix, branch])[None]))[0]
+    np.testing.assert_allclose(hidden, expected[7:], **TOLERANCE)
+    np.testing.assert_allclose(found[:7], expected[:7], **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+  ("name", "chunks"),
+  [(name, (5, 4, 1, 1, 1)) for name in ONE_A_FAMILY] + [("untied_linear", (1,) * 12)],
+)
+def test_decode_equals_forward(reference, name, chunks):
   """Token by token, and in chunks whose ends are padding for the shorter row."""
-  model, weights, arrays = load(reference, "untied_linear")
+  model, weights, arrays = load(reference, name)
   tokens, sample, position = separate(arrays["tokens"][:, :12])
   expected = jax.jit(model.forward)(weights, tokens, sample, position)
   lengths = np.array([12, 9])
@@ -154,20 +196,60 @@ def test_bfloat16_activations_stay_close():
   np.testing.assert_allclose(narrow.astype(jnp.float32), wide, atol=0.1)
 
 
-@pytest.mark.parametrize("axis", ["data", "fsdp", "context", "tensor", "expert"])
-def test_sharded_equals_unsharded(axis):
-  weights = initialize(TINY, jax.random.key(3))
-  row = separate(np.arange(32).reshape(2, 16))
+AXES = ["data", "fsdp", "context", "tensor", "expert"]
+PAIRS = [{a: 2, b: 4 if b == "fsdp" else 2} for i, b in enumerate(AXES) for a in AXES[:i]]
+
+
+def check_sharded(model, sizes):
+  weights = random_weights(model, 3)
+  row = separate(np.arange(64).reshape(4, 16) % 48)
 
   def loss(weights, *row):
-    return jnp.sum(jnp.square(TINY.forward(weights, *row)[..., :8]))
+    return jnp.sum(jnp.square(model.forward(weights, *row)[..., :8]))
 
   expected = jax.jit(jax.value_and_grad(loss))(weights, *row)
-  mesh = make_mesh(**{axis: 2})
-  placed = jax.device_put(weights, shardings(TINY, mesh))
+  mesh = make_mesh(**sizes)
+  placed = jax.device_put(weights, shardings(model, mesh))
   rows = tuple(jax.device_put(x, batch_sharding(mesh)) for x in row)
   found = jax.jit(jax.value_and_grad(loss))(placed, *rows)
   jax.tree.map(lambda a, b: assert_same_sums(np.asarray(a), np.asarray(b)), found, expected)
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_sharded_equals_unsharded(axis):
+  check_sharded(TINY, {axis: 2})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_sharded_by_fsdp_and_tensor_equals_unsharded(name):
+  check_sharded(FAMILIES[name], {"fsdp": 4, "tensor": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [*({axis: 2} for axis in AXES), {"fsdp": 4}, *PAIRS], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_on_every_axis_and_pair_equals_unsharded(name, sizes):
+  check_sharded(FAMILIES[name], sizes)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_transformers_checkpoints_return_bitwise(reference, tmp_path, name):
+  """HF -> ours -> HF; one of them is bfloat16 in several files with an index."""
+  source = reference / name
+  files = TensorFiles(source)
+  stored = {files.dtype(tensor) for tensor in files.names()}
+  assert stored == {np.dtype(jnp.bfloat16 if name == "untied_linear" else np.float32)}
+  assert (source / checkpoint_files.INDEX_NAME).is_file() == (name == "untied_linear")
+  model = hf.load_model(source)
+  weights = hf.load_weights(model, source)
+  hf.save_weights(model, weights, tmp_path / "back", dtype=stored.pop())
+  back = TensorFiles(tmp_path / "back")
+  assert back.names() == files.names()
+  for tensor in files.names():
+    np.testing.assert_array_equal(
+      back.read(tensor).view(np.uint8), files.read(tensor).view(np.uint8)
+    )
+  assert hf.load_model(tmp_path / "back") == model
 
 
 def test_rope_frequencies_by_hand():
@@ -178,3 +260,28 @@ def test_rope_frequencies_by_hand():
   # 20 pi positions: 10 turns of the first pair (kept), 1 turn of the second (divided by 8).
   llama3 = layers.Llama3(8.0, low_frequency=1.0, high_frequency=4.0, original_length=62.83185307)
   np.testing.assert_allclose(layers.rope_frequencies(4, 100.0, llama3), [1.0, 0.0125], rtol=1e-5)
+
+
+def test_yarn_by_hand():
+  # head_dim 8, theta 10^4: frequencies 1, 1/10, 1/100, 1/1000. In 2 pi * 100 positions they turn
+  # 100, 10, 1 and 0.1 times; pair i turns 100 / 10^i times, so 10 turns are pair 1, 1 turn pair 2.
+  yarn = layers.Yarn(4.0, 628.3185307, attention_factor=1.5, beta_fast=10.0, beta_slow=0.1)
+  exact = layers.Yarn(**{**vars(yarn), "truncate": False})
+  # From pair 1 (kept) to pair 3 (divided by 4): pair 2 lies half-way.
+  expected = [1, 0.1, 0.01 * (0.5 + 0.5 / 4), 0.001 / 4]
+  for scaling in (yarn, exact):
+    found = layers.rope_frequencies(8, 1e4, scaling)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+  by = layers.rotation(jnp.asarray([[0, 1]]), 8, 1e4, yarn)
+  np.testing.assert_allclose(by.cos[0, :, 0], [1.5, 1.5 * np.cos(1)], rtol=1e-6)
+
+
+def test_a_partial_rotation_leaves_the_rest_of_a_head():
+  x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 2, 6)), jnp.float32)
+  by = layers.rotation(jnp.asarray([[0, 1, 2]]), 4, 100.0, None)
+  found = layers.rotate(x, by)
+  np.testing.assert_array_equal(found[..., 4:], x[..., 4:])
+  np.testing.assert_array_equal(found[..., :4], layers.rotate(x[..., :4], by))
+  # The pair (0, 2) turns by one radian a position: cos x0 - sin x2.
+  expected = np.cos(2) * x[0, 2, 1, 0] - np.sin(2) * x[0, 2, 1, 2]
+  np.testing.assert_allclose(found[0, 2, 1, 0], expected, rtol=1e-5)
