@@ -12,13 +12,15 @@ from agentrl_jax.models import attention
 ROWS, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 13, 4, 2, 3
 
 
-def loop(query, key, value, sample, parent=None):
-  """One query at a time over the keys it may see."""
+def loop(query, key, value, sample, parent=None, window=None):
+  """One query at a time over the keys it may see; a window is (position, size)."""
   parent = sample if parent is None else parent
+  position, size = (np.zeros(sample.shape), 1) if window is None else window
   out = np.zeros(query.shape)
   for b, t, n in np.ndindex(*query.shape[:3]):
     seen = [s for s in range(t + 1) if sample[b, s] in (sample[b, t], parent[b, t])]
     seen = [s for s in seen if sample[b, t] >= 0 and sample[b, s] >= 0]
+    seen = [s for s in seen if position[b, t] - position[b, s] < size]
     if seen:
       k = n // (query.shape[2] // key.shape[2])
       score = np.array([query[b, t, n] @ key[b, s, k] for s in seen]) / np.sqrt(query.shape[-1])
@@ -34,13 +36,13 @@ def arrays(seed, length=LENGTH):
 
 
 @jax.jit
-def plain(query, key, value, sample, parent=None):
-  return attention.attend_plain(query, key, value, sample, parent)
+def plain(query, key, value, sample, parent=None, window=None):
+  return attention.attend_plain(query, key, value, sample, parent, window)
 
 
 @jax.jit
-def blockwise(query, key, value, sample, parent=None):
-  return attention.attend_blockwise(query, key, value, sample, parent, block=4)
+def blockwise(query, key, value, sample, parent=None, window=None):
+  return attention.attend_blockwise(query, key, value, sample, parent, window, block=4)
 
 
 @st.composite
@@ -91,10 +93,65 @@ def test_a_continued_stream_is_seen_by_those_that_continue_it_only(family, seed)
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+def positions(sample, parent):
+  """Within streams: a sample goes on where the one it continues ends."""
+  position = np.zeros(sample.shape, np.int32)
+  for row in range(ROWS):
+    ends = {}
+    for t, label in enumerate(sample[row].tolist()):
+      position[row, t] = ends.setdefault(label, ends.get(int(parent[row, t]), 0))
+      ends[label] += 1
+  return position
+
+
+@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.given(families(), st.integers(1, LENGTH), st.integers(0, 1000))
+def test_a_window_leaves_the_nearest_keys(family, size, seed):
+  """The end of a continued stream among them; forward, and the blockwise form's own backward."""
+  query, key, value, weight = arrays(seed)
+  position = positions(*family)
+  expected = loop(*map(np.asarray, (query, key, value)), *family, (position, size))
+  window = attention.Window(jnp.asarray(position), jnp.asarray(size))
+  for form in (plain, blockwise):
+    found = form(query, key, value, *family, window)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+  by_plain, by_blocks = gradients(query, key, value, weight, *family, window)
+  for a, b in zip(by_plain, by_blocks, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_outside_a_window_are_skipped():
+  sample = jnp.zeros((1, 24), jnp.int32)
+  position = jnp.arange(24)[None]
+  for size, expected in ((1, [0, 1, 2, 3, 4, 5]), (5, [0, 0, 1, 2, 3, 4]), (6, [0, 0, 0, 1, 2, 3])):
+    window = attention.Window(position, jnp.asarray(size))
+    # Of blocks of 4, the one at index i needs keys from 4 i - size + 1.
+    assert attention._first_blocks(sample, sample, window, 4).tolist() == expected
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_cache_is_attended_as_the_loop_would(window):
+  query, key, value, _ = arrays(7)
+  position = np.stack([np.arange(LENGTH), np.arange(LENGTH)]).astype(np.int32)
+  expected = loop(
+    *map(np.asarray, (query, key, value)),
+    np.zeros((ROWS, LENGTH), np.int32),
+    window=None if window is None else (position, window),
+  )
+  position[1, 9:] = -1  # padding: what it gets is finite and has no meaning
+  keys, values = (jnp.full((ROWS, KV_HEADS, *s), 1e3) for s in ((HEAD_DIM, 16), (16, HEAD_DIM)))
+  keys = attention.write_keys(keys, key, jnp.asarray(position))
+  values = attention.write_values(values, value, jnp.asarray(position))
+  found = attention.attend_cache(query, keys, values, jnp.asarray(position), window)
+  assert np.isfinite(np.asarray(found)).all()
+  np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(found[1, :9], expected[1, :9], rtol=1e-5, atol=1e-5)
+
+
 @jax.jit
-def gradients(query, key, value, weight, sample, parent=None):
+def gradients(query, key, value, weight, sample, parent=None, window=None):
   def loss(form):
-    return lambda *qkv: jnp.sum(form(*qkv, sample, parent) * weight)
+    return lambda *qkv: jnp.sum(form(*qkv, sample, parent, window) * weight)
 
   return tuple(jax.grad(loss(form), (0, 1, 2))(query, key, value) for form in (plain, blockwise))
 

@@ -66,7 +66,6 @@ CASES = {  # name: (prefix of transformers' class names, changes to SIZES)
     "Llama",
     {"tie_word_embeddings": False, "num_key_value_heads": 1, "rope_parameters": LLAMA3},
   ),
-  "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True, "head_dim": 4}),
   "qwen2_yarn": ("Qwen2", {"tie_word_embeddings": False, "rope_parameters": YARN}),
   "qwen3": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 8}),
   "qwen3_yarn": (
