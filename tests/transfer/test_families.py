@@ -1,0 +1,85 @@
+"""Families beside Llama: biases and further norms in the engine's layout, and pushes to the real
+server.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from agentrl_jax.models import gemma3, qwen2, qwen3
+from agentrl_jax.models.decoder import Config
+from agentrl_jax.models.hf import save_weights
+from agentrl_jax.models.model import initialize
+from agentrl_jax.models.sharding import make_mesh, shardings
+from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer
+from agentrl_jax.transfer.engine_layout import parameters
+from agentrl_jax.transfer.layout import apply, assemblies
+from agentrl_jax.transfer.transports.disk import DiskTransport
+from tests.reference import transfer
+from tests.transfer.test_sglang import changed, publish, reference, score
+
+SIZES = {
+  "vocab_size": 256, "embed": 64, "ffw": 128, "layers": 2, "heads": 4, "kv_heads": 2,
+  "head_dim": 32, "max_position": 512, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+MODELS = {
+  "qwen2": qwen2.bind(Config(**SIZES)),
+  "qwen3": qwen3.bind(Config(**SIZES)),
+  "gemma3": gemma3.bind(
+    gemma3.Config(**SIZES, local=(True, False), window=5, query_scalar=20.0, tied=True)
+  ),
+}
+SHARED = {"qkv_proj.weight": 0, "o_proj.weight": 1, "gate_up_proj.weight": 0, "down_proj.weight": 1}
+OWN = {
+  "qwen2": {"qkv_proj.bias": 0},
+  "qwen3": {"q_norm.weight": None, "k_norm.weight": None},
+  "gemma3": {
+    "q_norm.weight": None,
+    "k_norm.weight": None,
+    "pre_feedforward_layernorm.weight": None,
+    "post_feedforward_layernorm.weight": None,
+  },
+}
+NORMS = {"input_layernorm.weight": None, "post_attention_layernorm.weight": None}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_tensor_has_a_place_in_the_engine(name):
+  model = MODELS[name]
+  weights = transfer.random_weights(model)
+  leaves, _ = jax.tree_util.tree_flatten_with_path(weights)
+  sources = {".".join(key.name for key in path): np.asarray(leaf) for path, leaf in leaves}
+  made = parameters(assemblies(model.rules, {k: v.shape for k, v in sources.items()}), 2)
+  layer = "model.layers.1."
+  found = {p.assembly.dst: p for p in made if p.assembly.dst.startswith(layer)}
+  short = {k.removeprefix(layer).removeprefix("self_attn.").removeprefix("mlp."): p.axis
+           for k, p in found.items()}  # fmt: skip
+  assert short == SHARED | NORMS | OWN[name]
+  if name == "qwen2":
+    bias = apply(found[f"{layer}self_attn.qkv_proj.bias"].assembly, sources)
+    parts = [sources[f"layers.attention.{k}_bias"][1] for k in ("query", "key", "value")]
+    expected = [np.split(part, 2)[rank] for rank in range(2) for part in parts]
+    np.testing.assert_array_equal(bias, np.concatenate(expected))
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_the_server_starts_from_an_export_and_takes_a_push(name, sglang_python, tmp_path):
+  """Both times it answers as transformers does."""
+  model = MODELS[name]
+  original = initialize(model, jax.random.key(0))
+  original = jax.tree.map(lambda w: w + jnp.asarray(0.1, w.dtype), original)  # no bias is zero
+  save_weights(model, original, tmp_path / "original")
+  options = ServerOptions(tmp_path / "original", python=sglang_python, log=tmp_path / "server.log")
+  with SGLangServer(options) as server:
+    got, _ = score(server)
+    want = reference(sglang_python, model, original, tmp_path / "original", tmp_path / "copy")
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+    weights = changed(original, seed=1)
+    spread = jax.device_put(weights, shardings(model, make_mesh(fsdp=4, tensor=2)))
+    publish(server, model, spread, 1, DiskTransport(tmp_path / "staging"))
+    got, _ = score(server)
+    want = reference(sglang_python, model, weights, tmp_path / "original", tmp_path / "export")
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
