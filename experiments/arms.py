@@ -1,0 +1,426 @@
+"""Arms times seeds as resumable jobs: each in a process of its own, alone on its core.
+
+An experiment's `run.py` is a `Study` and `arms.main(STUDY)`. Every job writes
+`results/<arm>_<seed>.json` as it goes; a complete one is not done again, and a killed one goes on
+from what lies in its work directory. `result` in that file depends on arm, seed, scale and kind of
+machine only; whatever else there is to say (time, commit, command) is in `about`. JAX is not
+imported here: the process that watches the jobs is light.
+"""
+
+import dataclasses
+import datetime
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from absl import flags
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from launch import command
+
+ROOT = Path(__file__).parents[1]
+SCALES = ("cpu", "smoke")
+# One thread a job and the same program everywhere: what makes a result repeat bit for bit.
+ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+# A smoke run is mostly compilation, and that is 2.5 times as fast without optimisations.
+QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """Where one job runs and what it may write.
+
+  `workdir` is the job's own; what a killed attempt left there is to be gone on from. `save` takes
+  what is known of the result so far, `progress` steps done and in all.
+  """
+
+  arm: str
+  seed: int
+  scale: str
+  workdir: Path
+  save: Callable[[Mapping[str, Any]], None]
+  progress: Callable[[int, int], None]
+
+  def workdir_of(self, arm: str) -> Path:
+    """The work directory of another arm with the same seed, as one of `Study.first`."""
+    return self.workdir.parents[1] / f"{arm}_{self.seed}" / "run"
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+  """One paper's jobs. `job` returns the result, as JSON values.
+
+  The arms in `first` (a supervised start, say) run before the others of their seed. `settings` of
+  (arm, scale), as JSON values, are kept with the result; one that was made with other settings is
+  refused. A job is stopped after `hours`.
+  """
+
+  paper: str  # its folder in experiments/
+  job: Callable[[Place], Mapping[str, Any]]
+  arms: tuple[str, ...]
+  seeds: tuple[int, ...] = (0, 1, 2)
+  first: tuple[str, ...] = ()
+  settings: Callable[[str, str], Mapping[str, Any]] = lambda arm, scale: {}
+  hours: float = 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Files:
+  """What a study reads and writes at one scale."""
+
+  results: Path
+  runs: Path
+
+  def result(self, arm: str, seed: int) -> Path:
+    return self.results / f"{arm}_{seed}.json"
+
+  def job(self, arm: str, seed: int) -> Path:
+    return self.runs / f"{arm}_{seed}"
+
+
+@dataclasses.dataclass
+class Worker:
+  """A running job; the core is its own until it and this process have let go of `core`."""
+
+  arm: str
+  seed: int
+  process: subprocess.Popen
+  core: IO
+  started: float
+
+
+def main(study: Study) -> None:
+  """The command: `--arms`, `--seeds`, `--scale`, `--results`, `--runs`, `--cores`."""
+  arms = flags.DEFINE_list("arms", list(study.arms), "Which arms.")
+  seeds = flags.DEFINE_list("seeds", [str(s) for s in study.seeds], "Which seeds.")
+  scale = flags.DEFINE_enum("scale", "cpu", SCALES, "cpu: the experiment; smoke: does it run?")
+  results = flags.DEFINE_string(
+    "results", None, f"Default: experiments/{study.paper}/results; for smoke within --runs."
+  )
+  runs = flags.DEFINE_string("runs", None, f"Work directories; default runs/{study.paper}-SCALE.")
+  cores = flags.DEFINE_integer("cores", None, "Jobs at a time; default: one on each allowed core.")
+  only = flags.DEFINE_string("job", None, "ARM_SEED: this one job, in this process.")
+
+  def body(arguments: object) -> int:
+    del arguments
+    files = files_of(study.paper, scale.value, results.value, runs.value)
+    if only.value is not None:
+      arm, _, seed = only.value.rpartition("_")
+      work(study, arm, int(seed), scale.value, files)
+      return 0
+    wanted = chosen(study, arms.value, seeds.value)
+    return run_all(study, wanted, scale.value, files, limit=cores.value)
+
+  command.run(body)
+
+
+def files_of(paper: str, scale: str, results: str | None = None, runs: str | None = None) -> Files:
+  """Results of the experiment itself lie beside its code; those of a smoke run do not."""
+  work_in = Path(runs or f"runs/{paper}-{scale}").absolute()
+  beside = ROOT / "experiments" / paper / "results" if scale == "cpu" else work_in / "results"
+  return Files(Path(results).absolute() if results else beside, work_in)
+
+
+def chosen(study: Study, arms: list[str], seeds: list[str]) -> list[tuple[str, int]]:
+  """The jobs in order, with the arms that others begin from. Raises ValueError for an unknown."""
+  unknown = sorted(set(arms) - set(study.arms) - set(study.first))
+  if unknown:
+    raise ValueError(f"unknown arm {unknown[0]!r}; there are {', '.join(study.arms)}")
+  if not all(seed.isdecimal() for seed in seeds):
+    raise ValueError(f"--seeds is {','.join(seeds)!r}, expected whole numbers")
+  order = dict.fromkeys([*study.first, *arms])
+  return [(arm, int(seed)) for seed in seeds for arm in order]
+
+
+# --- One job, in its own process.
+
+
+def work(study: Study, arm: str, seed: int, scale: str, files: Files) -> None:
+  """Runs one job to its end in this process. Raises BlockingIOError where another one has it."""
+  path, started = files.result(arm, seed), time.monotonic()
+  about: dict[str, Any] = {
+    "command": f"python -m experiments.{study.paper}.run --arms={arm} --seeds={seed}"
+    + ("" if scale == "cpu" else f" --scale={scale}"),
+    "date": datetime.date.today().isoformat(),
+    "commit": commit(),
+    "machine": machine(),
+  }
+  head = {"paper": study.paper, "arm": arm, "seed": seed, "scale": scale}
+  settings = study.settings(arm, scale)
+  known: dict[str, Any] = {}
+
+  def save(result: Mapping[str, Any], *, complete: bool = False) -> None:
+    known["result"] = result
+    about["seconds"] = round(time.monotonic() - started, 1)
+    body = {"settings": settings, "result": result, "about": about}
+    write_json(path, {**head, "complete": complete, **body})
+
+  def progress(done: int, total: int) -> None:
+    about["progress"] = [done, total]
+    save(known.get("result", {}))
+
+  folder = files.job(arm, seed)
+  folder.mkdir(parents=True, exist_ok=True)
+  held = try_lock(folder / "lock")
+  if held is None:
+    raise BlockingIOError(f"{folder} is in use by another process")
+  with held:
+    place = Place(arm, seed, scale, folder / "run", save, progress)
+    place.workdir.mkdir(exist_ok=True)
+    result = study.job(place)
+    about.pop("progress", None)
+    save(result, complete=True)
+
+
+def try_lock(path: Path) -> IO | None:
+  """The file, locked for as long as this process or one that inherited it lives; None if taken."""
+  file = path.open("w")
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except OSError:
+    file.close()
+    return None
+  return file
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+  """Whole or not at all; numbers that are not finite are refused."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  partial = path.with_suffix(".partial")
+  partial.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")
+  partial.replace(path)
+
+
+def read_result(path: Path) -> dict[str, Any] | None:
+  """A result file, complete or not; None where there is none. Raises ValueError naming it."""
+  try:
+    return json.loads(path.read_text())
+  except FileNotFoundError:
+    return None
+  except json.JSONDecodeError as error:
+    raise ValueError(f"{path} is not JSON ({error})") from error
+
+
+def commit() -> str:
+  """The short hash of HEAD, with + where code differs from it; "unknown" outside a repository."""
+
+  def git(*arguments: str) -> str:
+    done = subprocess.run(
+      ["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stdout.strip()
+
+  try:
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py")
+    return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
+  except (OSError, subprocess.SubprocessError):
+    return "unknown"
+
+
+def machine() -> str:
+  """The processor's name, as the kernel gives it."""
+  try:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+  except OSError:
+    return "unknown"
+  return next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), "unknown")
+
+
+# --- All jobs, from the process that the user started.
+
+
+class Bars:
+  """One bar for all jobs and one for each that runs, on a terminal; plain lines elsewhere."""
+
+  def __init__(self):
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    self._bars = Progress(*columns, TimeElapsedColumn(), disable=not sys.stdout.isatty())
+    self._tasks: dict[str, Any] = {}
+
+  def __enter__(self) -> "Bars":
+    self._bars.start()
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._bars.stop()
+
+  def say(self, line: str) -> None:
+    self._bars.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+  def update(self, name: str, done: int, total: int) -> None:
+    if name not in self._tasks:
+      self._tasks[name] = self._bars.add_task(name, total=total)
+    self._bars.update(self._tasks[name], completed=done, total=total)
+
+  def remove(self, name: str) -> None:
+    if name in self._tasks:
+      self._bars.remove_task(self._tasks.pop(name))
+
+
+def run_all(
+  study: Study, wanted: list[tuple[str, int]], scale: str, files: Files, *, limit: int | None = None
+) -> int:
+  """Runs what is not complete, never two jobs on one core; returns the number of failed jobs.
+
+  A core is taken by a lock that all studies of this user share.
+  """
+  pending = [job for job in wanted if not complete(study, job, scale, files)]
+  running: list[Worker] = []
+  failed: list[tuple[str, int]] = []
+  limit = limit or len(os.sched_getaffinity(0))
+  signal.signal(signal.SIGTERM, signal.default_int_handler)
+  with Bars() as progress:
+    skipped = len(wanted) - len(pending)
+    progress.say(f"{study.paper}: {len(pending)} jobs to do, {skipped} complete")
+    try:
+      while pending or running:
+        pending = _give_up(study, pending, failed, progress)
+        if len(running) < limit:
+          pending = _start_one(study, pending, running, scale, files, progress)
+        time.sleep(0.2)
+        for worker in list(running):
+          if _ended(study, worker, files, progress):
+            running.remove(worker)
+            if worker.process.returncode:
+              failed.append((worker.arm, worker.seed))
+        progress.update("jobs", len(wanted) - len(pending) - len(running), len(wanted))
+    finally:
+      for worker in running:
+        _stop(worker)
+  return min(len(failed), 100)
+
+
+def complete(study: Study, job: tuple[str, int], scale: str, files: Files) -> bool:
+  """Whether the job's result is there. Raises ValueError where other settings made it."""
+  path = files.result(*job)
+  found = read_result(path)
+  if found is None or not found["complete"]:
+    return False
+  settings = json.loads(json.dumps(study.settings(job[0], scale)))
+  if found["settings"] != settings or found["scale"] != scale:
+    raise ValueError(f"{path} was made with other settings; remove it, or give another --results")
+  return True
+
+
+def _give_up(
+  study: Study, pending: list[tuple[str, int]], failed: list, progress: Bars
+) -> list[tuple[str, int]]:
+  """What can still run; jobs whose start failed fail with it."""
+  lost = [
+    (arm, seed)
+    for arm, seed in pending
+    if arm not in study.first and any((first, seed) in failed for first in study.first)
+  ]
+  for arm, seed in lost:
+    progress.say(f"{arm} {seed}: not run, as what it begins from failed")
+  failed.extend(lost)
+  return [job for job in pending if job not in lost]
+
+
+def _start_one(
+  study: Study,
+  pending: list[tuple[str, int]],
+  running: list[Worker],
+  scale: str,
+  files: Files,
+  progress: Bars,
+) -> list[tuple[str, int]]:
+  """Starts the first job that may start, if a core is free; returns those still pending."""
+  undone = {*pending, *((worker.arm, worker.seed) for worker in running)}
+  for arm, seed in pending:
+    if arm not in study.first and any((first, seed) in undone for first in study.first):
+      continue
+    found = free_core()
+    if found is not None:
+      running.append(_start(arm, seed, scale, files, found))
+      progress.say(f"{arm} {seed}: started on core {found[0]}")
+      return [job for job in pending if job != (arm, seed)]
+    break
+  return pending
+
+
+def free_core() -> tuple[int, IO] | None:
+  """A core that no job has, with the lock that makes it ours; None where all are taken."""
+  folder = Path(tempfile.gettempdir()) / f"agentrl-cores-{os.getuid()}"
+  folder.mkdir(mode=0o700, exist_ok=True)
+  for core in sorted(os.sched_getaffinity(0)):
+    file = try_lock(folder / str(core))
+    if file is not None:
+      return core, file
+  return None
+
+
+def _start(arm: str, seed: int, scale: str, files: Files, found: tuple[int, IO]) -> Worker:
+  """This same module with `--job`, on its core."""
+  core, file = found
+  spec = sys.modules["__main__"].__spec__
+  if spec is None:
+    raise RuntimeError("start an experiment as a module: python -m experiments.PAPER.run")
+  folder = files.job(arm, seed)
+  folder.mkdir(parents=True, exist_ok=True)
+  arguments = [f"--job={arm}_{seed}", f"--scale={scale}"]
+  arguments += [f"--results={files.results}", f"--runs={files.runs}"]
+  allowed = os.sched_getaffinity(0)
+  with (folder / "log.txt").open("a") as log:
+    os.sched_setaffinity(0, {core})  # a child has its parent's, from its first thread on
+    try:
+      process = subprocess.Popen(
+        [sys.executable, "-m", spec.name, *arguments],
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        env=_environment(scale),
+        pass_fds=(file.fileno(),),  # the core stays taken if this process is killed first
+      )
+    finally:
+      os.sched_setaffinity(0, allowed)
+  return Worker(arm, seed, process, file, time.monotonic())
+
+
+def _environment(scale: str) -> dict[str, str]:
+  path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+  xla = ONE_THREAD if scale == "cpu" else f"{ONE_THREAD} {QUICK_COMPILE}"
+  fixed = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla, "PYTHONHASHSEED": "0", "PYTHONPATH": path}
+  threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+  return {**os.environ, **fixed, **threads}
+
+
+def _ended(study: Study, worker: Worker, files: Files, progress: Bars) -> bool:
+  """Moves the job's bar, says how it ended; a job past its time is stopped."""
+  name = f"{worker.arm} {worker.seed}"
+  found = read_result(files.result(worker.arm, worker.seed)) or {"about": {}}
+  if worker.process.poll() is None:
+    if time.monotonic() - worker.started > 3600 * study.hours:
+      progress.say(f"{name}: stopped after {study.hours:g} hours")
+      _stop(worker)
+      return True
+    progress.update(name, *found["about"].get("progress", (0, 1)))
+    return False
+  worker.core.close()
+  progress.remove(name)
+  seconds = time.monotonic() - worker.started
+  if worker.process.returncode:
+    log = files.job(worker.arm, worker.seed) / "log.txt"
+    last = (log.read_text().strip().splitlines() or ["no output"])[-1]
+    progress.say(f"{name}: failed after {seconds:.0f} s: {last} (log: {log})")
+  else:
+    progress.say(f"{name}: complete after {seconds:.0f} s")
+  return True
+
+
+def _stop(worker: Worker) -> None:
+  worker.process.terminate()
+  try:
+    worker.process.wait(timeout=20)
+  except subprocess.TimeoutExpired:
+    worker.process.kill()
+    worker.process.wait()
+  worker.core.close()
