@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from agentrl_jax.analysis.intervals import Interval, bootstrap_means, percentile, wilson
-from agentrl_jax.analysis.samples import Samples
+from agentrl_jax.analysis.samples import Samples, cut
 
 TRUNCATION_THAT_COUNTS = 0.05  # a share of finishing is asked only where the base hits its budget
 CHANGE_THAT_COUNTS = 0.01  # and only where pass@1 changed by more than a point
@@ -121,6 +121,23 @@ def decompose(
     null_posterior=_missed_mass(base, extended, solved),
     unfinished_correct=(_unfinished_correct(samples_base), _unfinished_correct(samples_rl)),
   )
+
+
+def sweep(
+  samples_base: Samples,
+  samples_rl: Samples,
+  budgets: Sequence[int],
+  extended_base: Samples | None = None,
+) -> dict[int, Split]:
+  """The split at each token budget, from samples drawn at the largest one.
+
+  A shorter budget is what the same samples would have shown had they been stopped there.
+  `extended_base` are other samples, as the null counts them as further tries.
+  """
+  return {
+    budget: decompose(cut(samples_base, budget), cut(samples_rl, budget), extended_base)
+    for budget in budgets
+  }
 
 
 def _unfinished_correct(samples: Samples) -> int:

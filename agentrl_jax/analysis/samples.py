@@ -164,6 +164,50 @@ def read_game24(path: Path | str, *, model: str) -> Samples:
   return table(rows, source=str(path))
 
 
+def read_visits(path: Path | str, *, visits: slice, members: int = 8, model: str = "") -> Samples:
+  """Some visits of one RL run to its training problems: {problem: [accuracy of `members`, ...]}.
+
+  The form of One-Shot-RLVR's log (arXiv:2504.20571). It holds neither lengths nor stop reasons:
+  every sample counts as finished, so nothing can be said of finishing, and tokens are 0.
+
+  Raises:
+    ValueError: naming the problem, where an accuracy is not a multiple of 1 / members.
+  """
+  counts = {}
+  for problem, accuracies in json.loads(Path(path).read_text()).items():
+    chosen = np.asarray(accuracies[visits]) * members
+    if chosen.size == 0 or not np.array_equal(chosen, np.round(chosen)):
+      raise ValueError(
+        f"{path}: problem {problem!r} has accuracies {accuracies[visits]}, expected "
+        f"one or more multiples of 1/{members}"
+      )
+    counts[f"{int(problem):05d}"] = (members * len(chosen),) * 2 + (int(chosen.sum()),)
+  return from_counts(counts, model=model)
+
+
+def from_counts(counts: Mapping[str, tuple[int, int, int]], *, model: str = "") -> Samples:
+  """The table of problem -> (samples, finished, successful); tokens, which are not known, are 0.
+
+  Raises ValueError, naming the problem, unless samples >= finished >= successful >= 0.
+  """
+  problems = sorted(counts)
+  for name in problems:
+    total, finished, success = counts[name]
+    if not total >= finished >= success >= 0:
+      raise ValueError(f"problem {name!r}: {success} of {finished} of {total} samples")
+  place = [np.arange(counts[name][0]) for name in problems]
+  rows = list(zip(problems, place, strict=True))
+  size = sum(map(len, place))
+  return Samples(
+    problems=tuple(problems),
+    problem=np.repeat(np.arange(len(problems)), [len(index) for index in place]),
+    finished=np.concatenate([index < counts[name][1] for name, index in rows]),
+    correct=np.concatenate([index < counts[name][2] for name, index in rows]),
+    tokens=np.zeros(size, np.int64),
+    model=model,
+  )
+
+
 def cut(samples: Samples, budget: int) -> Samples:
   """The same samples had they been stopped at `budget` tokens: longer ones were not finished."""
   return dataclasses.replace(

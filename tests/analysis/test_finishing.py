@@ -174,6 +174,25 @@ def test_a_larger_budget_for_both_sends_finishing_to_zero():
   assert not loose.parts.finishing.any()
 
 
+def test_a_sweep_cuts_the_same_samples():
+  """One problem: the base is right after 50 tokens only, the RL model after 10."""
+  base = dataclasses.replace(tables([repeat(4, 4, 4)]), tokens=np.full(4, 50))
+  rl = dataclasses.replace(base, tokens=np.full(4, 10))
+  found = finishing.sweep(base, rl, (20, 60))
+  # At 20 tokens the base finishes nothing, so all the change is finishing; at 60 there is none.
+  assert [part.item() for part in found[20].parts] == [1, 0, 0]
+  assert [part.item() for part in found[60].parts] == [0, 0, 0]
+  # One wrong answer in 4 comes within 20 tokens: f 1/4 -> 1, c 0 -> 1, finishing (3/4)(1/2),
+  # accuracy 1 (5/8): reach, unless the base has solved it at an extended budget.
+  wrong = dataclasses.replace(
+    tables([[(True, False), *[(True, True)] * 3]]), tokens=np.array([10, 50, 50, 50])
+  )
+  parts = finishing.sweep(wrong, rl, (20, 60))[20].parts
+  assert [part.item() for part in parts] == [3 / 8, 0, 5 / 8]
+  parts = finishing.sweep(wrong, rl, (20, 60), extended_base=base)[20].parts
+  assert [part.item() for part in parts] == [3 / 8, 5 / 8, 0]
+
+
 def test_split_half_null_equals_the_reach_of_a_base_over_itself():
   """Halves of 2N samples against two independent tables of N."""
   rng = np.random.default_rng(1)

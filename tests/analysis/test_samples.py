@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 
 from agentrl_jax.analysis.pass_at_k import pass_at_k
-from agentrl_jax.analysis.samples import cut, lengths, read, read_game24, table
+from agentrl_jax.analysis.samples import (
+  cut,
+  from_counts,
+  lengths,
+  read,
+  read_game24,
+  read_visits,
+  table,
+)
 
 ROW = {"problem": "a", "sample": 0, "finished": True, "correct": True, "tokens": 3, "model": "m"}
 LOGS = pathlib.Path(__file__).parents[3] / "shared" / "data" / "pass_at_k"
@@ -92,3 +100,25 @@ def test_published_numbers_of_game_24(name, pass_1, pass_100):
   assert pass_at_k(samples, success, 100).mean() == pytest.approx(pass_100)
   assert np.all(success <= finished)
   assert int((found.correct & ~found.finished).sum()) == 0
+
+
+def test_counts_make_the_table_that_has_them():
+  found = from_counts({"b": (4, 3, 1), "a": (2, 0, 0)}, model="m")
+  assert found.problems == ("a", "b") and found.model == "m"
+  assert [column.tolist() for column in found.counts()] == [[2, 4], [0, 3], [0, 1]]
+  with pytest.raises(ValueError, match="problem 'a': 2 of 1 of 4 samples"):
+    from_counts({"a": (4, 1, 2)})
+
+
+def test_visits_of_a_run_become_samples(tmp_path):
+  path = tmp_path / "visits.json"
+  path.write_text(json.dumps({"7": [0.125, 0.5, 1.0], "30": [0.0, 0.0, 0.25]}))
+  first = read_visits(path, visits=slice(0, 2))
+  assert first.problems == ("00007", "00030")
+  assert [column.tolist() for column in first.counts()] == [[16, 16], [16, 16], [5, 0]]
+  assert read_visits(path, visits=slice(-1, None)).counts()[2].tolist() == [8, 2]
+  path.write_text(json.dumps({"7": [0.3]}))
+  with pytest.raises(ValueError, match=r"problem '7' has accuracies \[0\.3\], expected"):
+    read_visits(path, visits=slice(0, 1))
+  with pytest.raises(ValueError, match=r"problem '7' has accuracies \[\], expected one or more"):
+    read_visits(path, visits=slice(1, 2))
