@@ -58,7 +58,9 @@ class Place:
 class Study:
   """One paper's jobs. `job` returns the result, as JSON values.
 
-  The arms in `first` (a supervised start, say) run before the others of their seed. `settings` of
+  The arms in `first` (a supervised start, say) run before the others of their seed. Those in
+  `recorded` read logs that were made elsewhere: they wait for none, and run only when named.
+  `settings` of
   (arm, scale), as JSON values, are kept with the result; one that was made with other settings is
   refused. A job is stopped after `hours`.
   """
@@ -68,6 +70,7 @@ class Study:
   arms: tuple[str, ...]
   seeds: tuple[int, ...] = (0, 1, 2)
   first: tuple[str, ...] = ()
+  recorded: tuple[str, ...] = ()
   settings: Callable[[str, str], Mapping[str, Any]] = lambda arm, scale: {}
   hours: float = 4.0
 
@@ -131,12 +134,14 @@ def files_of(paper: str, scale: str, results: str | None = None, runs: str | Non
 
 def chosen(study: Study, arms: list[str], seeds: list[str]) -> list[tuple[str, int]]:
   """The jobs in order, with the arms that others begin from. Raises ValueError for an unknown."""
-  unknown = sorted(set(arms) - set(study.arms) - set(study.first))
+  known = (*study.first, *study.arms, *study.recorded)
+  unknown = sorted(set(arms) - set(known))
   if unknown:
-    raise ValueError(f"unknown arm {unknown[0]!r}; there are {', '.join(study.arms)}")
+    raise ValueError(f"unknown arm {unknown[0]!r}; there are {', '.join(known)}")
   if not all(seed.isdecimal() for seed in seeds):
     raise ValueError(f"--seeds is {','.join(seeds)!r}, expected whole numbers")
-  order = dict.fromkeys([*study.first, *arms])
+  begun = study.first if set(arms) - set(study.recorded) else ()
+  order = dict.fromkeys([*begun, *arms])
   return [(arm, int(seed)) for seed in seeds for arm in order]
 
 
@@ -310,6 +315,11 @@ def complete(study: Study, job: tuple[str, int], scale: str, files: Files) -> bo
   return True
 
 
+def waits(study: Study, arm: str) -> bool:
+  """Whether the arm begins from what is in `first`."""
+  return arm not in study.first and arm not in study.recorded
+
+
 def _give_up(
   study: Study, pending: list[tuple[str, int]], failed: list, progress: Bars
 ) -> list[tuple[str, int]]:
@@ -317,7 +327,7 @@ def _give_up(
   lost = [
     (arm, seed)
     for arm, seed in pending
-    if arm not in study.first and any((first, seed) in failed for first in study.first)
+    if waits(study, arm) and any((first, seed) in failed for first in study.first)
   ]
   for arm, seed in lost:
     progress.say(f"{arm} {seed}: not run, as what it begins from failed")
@@ -336,7 +346,7 @@ def _start_one(
   """Starts the first job that may start, if a core is free; returns those still pending."""
   undone = {*pending, *((worker.arm, worker.seed) for worker in running)}
   for arm, seed in pending:
-    if arm not in study.first and any((first, seed) in undone for first in study.first):
+    if waits(study, arm) and any((first, seed) in undone for first in study.first):
       continue
     found = free_core()
     if found is not None:

@@ -115,7 +115,7 @@ def test_no_core_has_two_jobs_of_two_commands(tmp_path):
 @pytest.mark.parametrize(
   ("flag", "message"),
   [
-    ("--arms=three", "unknown arm 'three'; there are one, two"),
+    ("--arms=three", "unknown arm 'three'; there are base, one, two"),
     ("--seeds=a", "--seeds is 'a', expected whole numbers"),
   ],
 )
