@@ -7,7 +7,7 @@ one can succeed. A fault of the machinery is no sample: it is counted, and enter
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +205,25 @@ def from_counts(counts: Mapping[str, tuple[int, int, int]], *, model: str = "") 
     correct=np.concatenate([index < counts[name][2] for name, index in rows]),
     tokens=np.zeros(size, np.int64),
     model=model,
+  )
+
+
+def join(tables: Sequence[Samples], *, model: str) -> Samples:
+  """Independent samples of one model as one table. Raises ValueError unless problems are equal."""
+  first = tables[0]
+  for other in tables[1:]:
+    if other.problems != first.problems:
+      odd = sorted(set(other.problems) ^ set(first.problems))[0]
+      raise ValueError(f"problem {odd!r} is not in every table")
+
+  def column(name: str) -> np.ndarray:
+    return np.concatenate([getattr(table, name) for table in tables])
+
+  return Samples(
+    problems=first.problems,
+    **{name: column(name) for name in ("problem", "finished", "correct", "tokens")},
+    model=model,
+    faults=sum(table.faults for table in tables),
   )
 
 

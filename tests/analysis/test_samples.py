@@ -10,6 +10,7 @@ from agentrl_jax.analysis.pass_at_k import pass_at_k
 from agentrl_jax.analysis.samples import (
   cut,
   from_counts,
+  join,
   lengths,
   read,
   read_game24,
@@ -108,6 +109,18 @@ def test_counts_make_the_table_that_has_them():
   assert [column.tolist() for column in found.counts()] == [[2, 4], [0, 3], [0, 1]]
   with pytest.raises(ValueError, match="problem 'a': 2 of 1 of 4 samples"):
     from_counts({"a": (4, 1, 2)})
+
+
+def test_tables_of_one_model_join():
+  one, two = (
+    from_counts({"a": (2, 1, 1), "b": (1, 1, 0)}),
+    from_counts({"a": (3, 3, 2), "b": (1, 0, 0)}),
+  )
+  found = join([one, two], model="both")
+  assert [column.tolist() for column in found.counts()] == [[5, 2], [4, 1], [3, 0]]
+  assert found.model == "both" and len(found.tokens) == 7
+  with pytest.raises(ValueError, match="problem 'b' is not in every table"):
+    join([one, from_counts({"a": (1, 1, 1)})], model="both")
 
 
 def test_visits_of_a_run_become_samples(tmp_path):
