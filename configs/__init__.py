@@ -1,8 +1,11 @@
 """Configurations: functions that return `fdl.Config[Experiment]`, and fiddlers that change one."""
 
+from configs.algorithms import use_algorithm
 from configs.engines import use_embedded, use_sglang
 from configs.gsm8k import gsm8k
 from configs.quickstart import quickstart
 from configs.tiny import tiny_rl, tiny_sft
 
-__all__ = ["gsm8k", "quickstart", "tiny_rl", "tiny_sft", "use_embedded", "use_sglang"]
+__all__ = [
+  "gsm8k", "quickstart", "tiny_rl", "tiny_sft", "use_algorithm", "use_embedded", "use_sglang",
+]  # fmt: skip

@@ -50,7 +50,7 @@ def one_line(error: BaseException) -> str:
   """The message, with what caused it where the message does not say so already."""
   if isinstance(error, OSError) and error.errno == errno.ENOSPC:
     return f"no space left on the device of {error.filename or 'a file of this run'}"
-  text = str(error).strip() or type(error).__name__
+  text = str(error).split("\n\nFiddle context")[0].strip() or type(error).__name__
   cause = error.__cause__
   if isinstance(error, ValueError) and cause is not None and str(cause) not in text:
     text = f"{text} ({str(cause).strip().splitlines()[0]})" if str(cause).strip() else text

@@ -42,21 +42,16 @@ def built(flag: flags.FlagHolder, kind: type[T]) -> T:
   return result
 
 
-def opened(
-  workdir: flags.FlagHolder[str | None], config: flags.FlagHolder, *, write: bool = True
-) -> Path:
-  """The work directory, with the resolved configuration in it, as JSON that runs again.
-
-  Of several processes that share it, one should `write`.
-  """
+def opened(workdir: flags.FlagHolder[str | None]) -> Path:
+  """The work directory, made if it is not there."""
   if not workdir.value:
     raise ValueError("--workdir is missing: give the directory that the run shall live in")
   directory = Path(workdir.value)
   directory.mkdir(parents=True, exist_ok=True)
   command.traceback_directory = directory
-  if not write:
-    return directory
-  partial = directory / "config.partial"
-  partial.write_text(serialization.dump_json(config.value, indent=2))
-  partial.replace(directory / "config.json")
   return directory
+
+
+def as_json(config: flags.FlagHolder) -> str:
+  """The resolved configuration, as JSON that runs again with `config_file:PATH`."""
+  return serialization.dump_json(config.value, indent=2)

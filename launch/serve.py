@@ -26,6 +26,7 @@ _CONTEXT_LENGTH = flags.DEFINE_integer(
   "context_length", None, "Longest sequence, prompt and answer together; default: the model's."
 )
 _TOKENIZER = flags.DEFINE_bool("tokenizer", True, "Load the tokenizer, to serve text too.")
+_START_SECONDS = flags.DEFINE_float("start_seconds", 300.0, "Deadline until the server answers.")
 _LOG = flags.DEFINE_string("log", None, "SGLang's log file; default: a temporary one.")
 
 
@@ -42,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
         port=_PORT.value,
         tokenizer=_TOKENIZER.value,
         context_length=_CONTEXT_LENGTH.value,
+        start_seconds=_START_SECONDS.value,
         log=Path(_LOG.value) if _LOG.value else None,
         extra=tuple(argv[1:]),
       )

@@ -13,9 +13,9 @@ WORKDIR = configuration.define_workdir()
 def main(arguments: Sequence[str]) -> int:
   del arguments
   plan = configuration.built(CONFIG, Supervised)
-  workdir = configuration.opened(WORKDIR, CONFIG)
+  workdir = configuration.opened(WORKDIR)
   with Progressing() as progress:
-    trained = train_supervised(plan, workdir, progress)
+    trained = train_supervised(plan, workdir, progress, configuration.as_json(CONFIG))
     progress.say(f"trained model: {trained}")
   return 0
 

@@ -28,9 +28,9 @@ def main(arguments: Sequence[str]) -> int:
   with processes.joined():
     leads = hosts.leads()
     experiment = configuration.built(CONFIG, Experiment)
-    workdir = configuration.opened(WORKDIR, CONFIG, write=leads)
+    workdir = configuration.opened(WORKDIR)
     with Progressing(None if leads else Console(quiet=True)) as progress:
-      command.run_async(train(experiment, workdir, progress))
+      command.run_async(train(experiment, workdir, progress, configuration.as_json(CONFIG)))
   if leads:
     print(report_run(workdir, width=shutil.get_terminal_size().columns))
   return 0

@@ -51,7 +51,8 @@ def describe(summary: Summary, width: int = 100) -> list[str]:
     bar = "#" * round(room * min(1.0, abs(summary[name].estimate) / scale))
     lines.append(f"  {name:<12} {_points(summary[name]):<24} {bar}".rstrip())
   null = summary["null reach, split half"]
-  lines.append(f"  of reach, {100 * null.estimate:.1f} points are what the base shows over itself")
+  of_base = f"{100 * null.estimate:.1f} points of reach"
+  lines.append(f"  (a second draw of the base would show {of_base} over the first)")
   if summary.share is None:
     lines.append(f"  share of finishing not quoted: {summary.share_reason}")
   else:

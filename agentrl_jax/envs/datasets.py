@@ -94,6 +94,14 @@ def task_from_json(line: str) -> Task:
   return Task(**json.loads(line))
 
 
+def task_fingerprint(tasks: Sequence[Task]) -> str:
+  """Tells sets of tasks apart by their number and up to 64 tasks spread over them."""
+  places = sorted({len(tasks) * i // 64 for i in range(64)}) if len(tasks) else []
+  lines = [task_to_json(tasks[i]) for i in places]
+  digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+  return f"{len(tasks)}-{digest}"
+
+
 def store_tasks(tasks: Sequence[Task], data_dir: str | Path, name: str) -> Sequence[Task]:
   """Writes tasks below `data_dir` as array_record, unless they are there, and returns them from
   disk.

@@ -1,11 +1,13 @@
 """A training run on disk: each checkpoint is complete or is not there.
 
-`DIRECTORY/step_00000012/` holds `state/` (orbax), `host.json`, and last of all `COMPLETE`. Whatever
-lacks the marker was cut short; it is never read, and the next save removes it.
+`DIRECTORY/step_00000012/` holds `state/` (orbax), `host.json`, and last of all `COMPLETE` with a
+digest of every file. Whatever lacks the marker was cut short; it is never read, and the next save
+removes it. What differs from its digest is refused.
 """
 
 import dataclasses
 import errno
+import hashlib
 import json
 import os
 import re
@@ -40,6 +42,7 @@ class HostState:
   seed: int
   weight_version: int  # that the engine was given last
   cursor: Mapping[str, Any]  # of the data source
+  run: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # whose state it is
   carry: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # unfinished work
 
 
@@ -67,20 +70,29 @@ def restore(path: str | Path, abstract: TrainState) -> tuple[TrainState, HostSta
     abstract: `abstract_state(...)`: the shapes expected and the shardings wanted, on any mesh.
 
   Raises:
-    CheckpointError: if it is incomplete, or holds another model or optimizer.
+    CheckpointError: if it is incomplete or damaged, or holds another model or optimizer.
   """
   path = Path(path)
   if not (path / MARKER).exists():
     raise CheckpointError(f"checkpoint {path} is incomplete: it has no {MARKER}")
+  if jax.process_index() == 0:
+    _verify(path)
   try:
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
       state = reader.restore((path / STATE).absolute(), args=ocp.args.StandardRestore(abstract))
-    host = HostState(**json.loads((path / HOST).read_text()))
-  except (OSError, KeyError, TypeError, ValueError) as error:
+  except Exception as error:  # orbax and tensorstore raise bare ones, too
     raise CheckpointError(
       f"checkpoint {path} does not hold the expected state: {_line(error)}"
     ) from error
-  return state, host
+  return state, read_host(path)
+
+
+def read_host(path: Path) -> HostState:
+  """The host's part of a complete checkpoint. Raises CheckpointError if it cannot be read."""
+  try:
+    return HostState(**json.loads((path / HOST).read_text()))
+  except (OSError, TypeError, ValueError) as error:
+    raise CheckpointError(f"checkpoint {path} cannot be read: {_line(error)}") from error
 
 
 class Saver:
@@ -149,7 +161,8 @@ class Saver:
       self._writer.wait_until_finished()
       if jax.process_index() == 0:
         _write(path / HOST, host)
-        _write(path / MARKER, "")
+        _write(path / f"{MARKER}.partial", json.dumps(_digests(path)))
+        (path / f"{MARKER}.partial").replace(path / MARKER)
     except (OSError, ValueError, RuntimeError) as error:
       raise _failed(path, error) from error
     if jax.process_index() == 0:
@@ -162,6 +175,32 @@ def _all(directory: Path) -> list[Path]:
     return []
   found = [path for path in directory.iterdir() if NAME.fullmatch(path.name)]
   return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def _digests(path: Path) -> dict[str, str]:
+  """Of every file of a checkpoint but the marker, by its place in it."""
+  files = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith(MARKER))
+
+  def digest(file: Path) -> str:
+    with file.open("rb") as content:
+      return hashlib.file_digest(content, "blake2b").hexdigest()[:32]
+
+  with ThreadPoolExecutor() as readers:  # hashing releases the interpreter's lock
+    return {str(p.relative_to(path)): d for p, d in zip(files, readers.map(digest, files))}  # noqa: B905
+
+
+def _verify(path: Path) -> None:
+  """Raises CheckpointError, naming the file, unless all are as they were written."""
+  try:
+    written, found = json.loads((path / MARKER).read_text()), _digests(path)
+  except (OSError, ValueError) as error:
+    raise CheckpointError(f"checkpoint {path} cannot be read: {_line(error)}") from error
+  for name in sorted(written.keys() | found.keys()):
+    if written.get(name) != found.get(name):
+      problem = (
+        "is damaged" if name in found and name in written else "is missing or does not belong"
+      )
+      raise CheckpointError(f"checkpoint {path}: {name} {problem}; remove the checkpoint to go on")
 
 
 def _sweep(directory: Path) -> None:

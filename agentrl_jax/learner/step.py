@@ -73,9 +73,9 @@ def make_step(
 
   Returns:
     step(state, batch) -> (state, metrics): the loss's own metrics summed over micro-batches, and
-    `loss`, `gradient_norm` (before clipping), `update_norm`, `skipped`. A step whose loss or
-    gradient is not finite leaves weights and optimizer state as they were and counts in `skipped`.
-    Micro-batches in which no token has weight are not computed.
+    `loss`, `gradient_norm` (before clipping), `update_norm`, `skipped`. A step whose loss,
+    gradient or update is not finite leaves weights and optimizer state as they were and counts in
+    `skipped`. Micro-batches in which no token has weight are not computed.
   """
   placed = state_shardings(abstract_state(model, optimizer, mesh, critic=critic))
 
@@ -107,16 +107,17 @@ def make_step(
     gradients, value, metrics = gradients_of((state.weights, state.critic), batch)
     gradients, old = learned(*gradients), learned(state.weights, state.critic)
     norm = optax.tree.norm(gradients)
-    good = jnp.isfinite(norm) & jnp.isfinite(value)
     with jax.numpy_dtype_promotion("standard"):  # optax raises Python floats to integer counts
       updates, opt_state = optimizer.update(gradients, state.opt_state, old)
+    update_norm = optax.tree.norm(updates)
+    good = jnp.isfinite(norm) & jnp.isfinite(value) & jnp.isfinite(update_norm)
     new = _choose(good, optax.apply_updates(old, updates), old)
     weights, values = (new, None) if state.critic is None else new
     metrics = {
       **_choose(good, metrics, jax.tree.map(jnp.zeros_like, metrics)),
       "loss": _scalar(value, good),
       "gradient_norm": _scalar(norm, good),
-      "update_norm": _scalar(optax.tree.norm(updates), good),
+      "update_norm": _scalar(update_norm, good),
       "skipped": Metric(1.0 - good.astype(jnp.float32), jnp.ones((), jnp.float32)),
     }
     after = TrainState(

@@ -6,6 +6,7 @@ produced.
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -23,6 +24,7 @@ PathLike = str | os.PathLike[str]
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_FILE_BYTES = 5_000_000_000  # as transformers splits its checkpoints
+_END_BYTES = 1 << 20  # of each end of a file that `fingerprint` reads
 
 DTYPE_NAMES = {
   np.dtype(np.float32): "F32",
@@ -175,3 +177,19 @@ def _write_file(path: pathlib.Path, entries: Sequence[TensorEntry]) -> None:
       file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     file.flush()
     os.fsync(file.fileno())
+
+
+def fingerprint(directory: PathLike) -> str:
+  """Tells models apart by their configuration and by both ends of each of their weight files, so
+  that it takes no time for large ones.
+  """
+  digest = hashlib.sha256()
+  root = pathlib.Path(directory)
+  for path in [root / "config.json", *sorted(root.glob("*.safetensors"))]:
+    with path.open("rb") as file:
+      size = path.stat().st_size
+      digest.update(f"{path.name} {size}".encode())
+      digest.update(file.read(_END_BYTES))
+      file.seek(max(0, size - _END_BYTES))
+      digest.update(file.read(_END_BYTES))
+  return digest.hexdigest()[:12]

@@ -5,8 +5,9 @@ Each record is one sample of one problem, in the form that `analysis` reads.
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -86,12 +87,25 @@ def summary(records: Sequence[Record]) -> dict[str, float]:
   }
 
 
-def write_records(records: Sequence[Record], path: Path) -> None:
-  """One JSON line a record, complete or not there."""
+def write_records(
+  records: Sequence[Record], path: Path, settings: Mapping[str, Any] | None = None
+) -> None:
+  """One JSON line a record, complete or not there; beside it `settings`, what was evaluated."""
   path.parent.mkdir(parents=True, exist_ok=True)
   partial = path.with_suffix(".partial")
   partial.write_text("".join(json.dumps(dataclasses.asdict(r)) + "\n" for r in records))
+  path.with_suffix(".json").unlink(missing_ok=True)
   partial.replace(path)
+  if settings is not None:
+    path.with_suffix(".json").write_text(json.dumps(settings) + "\n")
+
+
+def read_settings(path: Path) -> Mapping[str, Any] | None:
+  """What `write_records` was told; None where nothing whole was written."""
+  try:
+    return json.loads(path.with_suffix(".json").read_text())
+  except (FileNotFoundError, json.JSONDecodeError):
+    return None
 
 
 def read_records(path: Path) -> list[Record]:

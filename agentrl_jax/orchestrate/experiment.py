@@ -7,11 +7,13 @@ user's own loss, task or engine needs no registration.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import optax
 
 from agentrl_jax.envs.datasets import TaskSource
 from agentrl_jax.learner.critic import MakeCritic, on_policy
+from agentrl_jax.losses.checks import some_group_of_two
 from agentrl_jax.losses.readiness import ClipController
 from agentrl_jax.orchestrate.engines import OpenEngine
 from agentrl_jax.rollout.chat import Renderer
@@ -19,6 +21,15 @@ from agentrl_jax.rollout.environment import BuildEnv
 from agentrl_jax.rollout.episode import Limits
 from agentrl_jax.rollout.records import Task
 from agentrl_jax.types import Algorithm
+
+
+def at_least(where: str, config: Any, least: int, *names: str) -> None:
+  """Raises ValueError unless these values of a configuration are whole numbers >= `least`."""
+  for name in names:
+    value = config[name] if isinstance(config, Mapping) else getattr(config, name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+      named = f"{where}.{name}" if where else name
+      raise ValueError(f"{named} is {value!r}, expected a whole number of at least {least}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +65,9 @@ class Batch:
   only_mixed: bool = False
   share_prompts: bool = True
 
+  def __post_init__(self):
+    at_least("batch", self, 1, "groups", "members", "row_length", "micro_rows")
+
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
@@ -64,6 +78,10 @@ class Evaluation:
   tasks: int = 64
   samples: int = 4
   every: int = 0
+
+  def __post_init__(self):
+    at_least("evaluation", self, 0, "tasks", "every")
+    at_least("evaluation", self, 1, "samples")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +116,17 @@ class Experiment:
   clip: ClipController | None = None
 
   def __post_init__(self):
-    if self.steps < 1:
-      raise ValueError(f"steps is {self.steps}, expected at least 1")
+    if not isinstance(self.algorithm, Algorithm):
+      raise ValueError(
+        f"algorithm is {self.algorithm!r}, expected an Algorithm: "
+        "--config='fiddler:use_algorithm(name=\"NAME\")' puts a named one there"
+      )
+    at_least("", self, 1, "steps", "concurrency", "checkpoint_every", "keep_checkpoints")
+    at_least("mesh", self.mesh, 1, *self.mesh)
+    if not 0 <= self.temperature < float("inf"):
+      raise ValueError(f"temperature is {self.temperature}, expected at least 0")
+    if not self.max_mismatch > 0:
+      raise ValueError(f"max_mismatch is {self.max_mismatch}, expected more than 0")
     if self.dtype not in ("float32", "bfloat16"):
       raise ValueError(f"dtype is {self.dtype!r}, expected float32 or bfloat16")
     if self.batch.row_length <= self.limits.context_tokens:
@@ -107,5 +134,8 @@ class Experiment:
         f"batch.row_length is {self.batch.row_length}, expected more than limits.context_tokens, "
         f"{self.limits.context_tokens}: a cut episode takes one position more"
       )
-    if self.checkpoint_every < 1:
-      raise ValueError(f"checkpoint_every is {self.checkpoint_every}, expected at least 1")
+    if some_group_of_two in self.algorithm.checks and self.batch.members < 2:
+      raise ValueError(
+        f"batch.members is {self.batch.members}, expected at least 2: the algorithm compares the "
+        "members of a group"
+      )

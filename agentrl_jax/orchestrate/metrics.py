@@ -70,8 +70,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
   return [json.loads(line) for line in lines[:-1] if line]
 
 
+SECONDS_A_LINE = 60.0
+
+
 class Progressing:
-  """Progress bars on a terminal, and plain lines elsewhere; use as a context manager."""
+  """Progress bars on a terminal, elsewhere a line a minute; use as a context manager."""
 
   def __init__(self, console: Console | None = None):
     self.console = console or Console()
@@ -80,6 +83,7 @@ class Progressing:
       *columns, TimeRemainingColumn(), console=self.console, disable=not self.console.is_terminal
     )
     self._tasks: dict[str, Any] = {}
+    self._said = time.monotonic()
 
   def __enter__(self) -> "Progressing":
     self._bars.start()
@@ -94,6 +98,9 @@ class Progressing:
 
   def update(self, name: str, done: int, total: int) -> None:
     """Moves the bar `name` to done / total; a bar that is full goes away, except the outermost."""
+    if not self.console.is_terminal and time.monotonic() - self._said > SECONDS_A_LINE:
+      self._said = time.monotonic()
+      self.say(f"{name}: {done} of {total}")
     if name not in self._tasks:
       self._tasks[name] = self._bars.add_task(name, total=total)
     self._bars.update(self._tasks[name], completed=done, total=total)

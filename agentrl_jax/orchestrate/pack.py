@@ -6,6 +6,7 @@ lie there once, as a stream that they continue: the model reads it once instead 
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -65,7 +66,8 @@ def pack(
   Raises:
     ValueError: naming the episode, if a sample does not fit a row or no episode is left.
   """
-  kept, dropped, faults = [], 0, 0
+  kept: list[list[Episode]] = []
+  dropped, faults = 0, 0
   for members in groups:
     scored = [e for e in members if e.outcome is not Outcome.FAULT and e.action_tokens]
     faults += sum(e.outcome is Outcome.FAULT for e in members)
@@ -73,8 +75,13 @@ def pack(
     kept += [scored] if len(scored) >= min_members else []
   episodes = tuple(episode for members in kept for episode in members)
   if not episodes:
-    raise ValueError(f"nothing to train on: {len(groups)} groups, {faults} faulted episodes")
-  rows = _place(kept, row_length, micro_rows, share_prompts)
+    raise ValueError(
+      f"nothing to train on: {len(groups)} groups, {dropped} of them with fewer than {min_members} "
+      f"scored members, {faults} faulted episodes"
+    )
+  pieces = _pieces(kept, share_prompts)
+  samples = sum(len(e.samples) for e in episodes)
+  rows = _place(pieces, row_length, micro_rows, share_prompts)
   batch = _empty(
     bucket(len(rows) // micro_rows) * micro_rows,
     row_length,
@@ -87,15 +94,12 @@ def pack(
     batch.turn_reward[turns] = episode.turn_rewards
     batch.turn_traj[turns] = r
     batch.traj_truncated[r] = episode.truncated
-  traj_of = {id(episode): r for r, episode in enumerate(episodes)}
-  sample_of = {id(s): i for i, s in enumerate(s for e in episodes for s in e.samples)}
   for b, row in enumerate(rows):
-    shared, parent = row.shared, len(sample_of) + b
+    shared, parent = row.shared, samples + b
     if shared:
       _write_shared(batch, row.lead, b, parent)
     start = shared
-    for sample, episode, _ in row.pieces:
-      r, own = traj_of[id(episode)], sample_of[id(sample)]
+    for sample, episode, r, own, _ in row.pieces:
       _write(batch, sample, b, start, shared, r, first_turn[r], own, parent if shared else own)
       start += len(sample) - shared
       if _has_sentinel(sample, episode):
@@ -123,6 +127,8 @@ def _has_sentinel(sample: Sample, episode: Episode) -> bool:
 class _Piece(NamedTuple):
   sample: Sample
   episode: Episode
+  trajectory: int  # the episode's number in the batch
+  own: int  # the sample's number in the batch
   lead: np.ndarray  # what it may share with others of its row
 
   @property
@@ -160,9 +166,10 @@ def _common(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _place(
-  groups: Sequence[Sequence[Episode]], row_length: int, micro_rows: int, share: bool
+  cut: Sequence[Sequence[Sequence[_Piece]]], row_length: int, micro_rows: int, share: bool
 ) -> list[_Row]:
-  """Rows of whole micro-batches. Longest first, each episode where its samples add least.
+  """Rows of whole micro-batches for the pieces of each episode of each group. Longest first, each
+  episode where its samples add least.
 
   Prompts are shared best by neighbours, so with `share` a group's episodes follow one another.
   """
@@ -170,10 +177,9 @@ def _place(
   def longest(pieces: Sequence[_Piece]) -> int:
     return -sum(piece.size for piece in pieces)
 
-  cut = [[_pieces(episode, share) for episode in members] for members in groups]
   if share:
-    cut.sort(key=lambda members: min(map(longest, members)))
-    order = [pieces for members in cut for pieces in sorted(members, key=longest)]
+    by_group = sorted(cut, key=lambda members: min(map(longest, members)))
+    order = [pieces for members in by_group for pieces in sorted(members, key=longest)]
   else:
     order = sorted((pieces for members in cut for pieces in members), key=longest)
   blocks: list[list[_Row]] = []
@@ -194,13 +200,23 @@ def _place(
   return [row for block in blocks for row in block]
 
 
-def _pieces(episode: Episode, share: bool) -> list[_Piece]:
-  """May be shared: ids before the first action, less one, which that action is read from."""
+def _pieces(kept: Sequence[Sequence[Episode]], share: bool) -> list[list[list[_Piece]]]:
+  """The samples of each episode of each group, numbered: an episode may be there twice.
+
+  May be shared: ids before the first action, less one, which that action is read from.
+  """
 
   def lead(sample: Sample) -> int:
     return max(0, int(np.argmax(sample.column("action"))) - 1) if share else 0
 
-  return [_Piece(sample, episode, sample.ids[: lead(sample)]) for sample in episode.samples]
+  trajectory, own = itertools.count(), itertools.count()
+  return [
+    [
+      [_Piece(s, e, r, next(own), s.ids[: lead(s)]) for s in e.samples]
+      for e, r in zip(members, trajectory, strict=False)
+    ]
+    for members in kept
+  ]
 
 
 def _fit(

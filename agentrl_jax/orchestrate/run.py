@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from agentrl_jax.envs.datasets import task_fingerprint
 from agentrl_jax.learner import checkpoint
 from agentrl_jax.learner.critic import MakeCritic
 from agentrl_jax.learner.evaluate import EvaluateFn, make_evaluate
@@ -26,6 +27,7 @@ from agentrl_jax.learner.rows import rows_per_micro_batch
 from agentrl_jax.learner.state import TrainState, abstract_state, make_state
 from agentrl_jax.learner.step import PrepareFn, StepFn, make_prepare, make_step
 from agentrl_jax.losses.readiness import ClipController
+from agentrl_jax.models.checkpoint_files import fingerprint
 from agentrl_jax.models.hf import load_model, load_weights, save_weights
 from agentrl_jax.models.model import Model
 from agentrl_jax.models.sharding import make_mesh, shardings
@@ -92,7 +94,7 @@ class Run:
         raise
       self.progress.say(f"engine {host.engine.name} is gone during a push ({error}); restarting")
       await self._revive(host)
-      return await host.publisher.publish(self.served, self.step)
+      return require_committed(await host.publisher.publish(self.served, self.step))
 
   async def recover(self, dead: EngineDead) -> None:
     """Restarts a dead engine with the current weights, so that a collection can go on."""
@@ -113,6 +115,7 @@ class Run:
         self.experiment.seed,
         self.step,
         {"next": self.cursor},
+        identity(self.experiment),
         {} if self.clip is None else {"clip_offset": self.clip.offset},
       ),
     )
@@ -127,7 +130,7 @@ class Run:
 
 @contextlib.asynccontextmanager
 async def open_run(
-  experiment: Experiment, workdir: Path, progress: Progressing
+  experiment: Experiment, workdir: Path, progress: Progressing, config: str | None = None
 ) -> AsyncIterator[Run]:
   """A run, new or resumed; on leaving, the engine it started is stopped and files are closed.
 
@@ -146,6 +149,8 @@ async def open_run(
     step = int(state.step)
     if step:
       progress.say(f"resuming after step {step} from {workdir / 'checkpoints'}")
+    if config is not None and hosts.leads():
+      keep_config(workdir, config, progress)
     saver = checkpoint.Saver(workdir / "checkpoints", keep=experiment.keep_checkpoints)
     stack.callback(saver.close)
     served = hosts.gathered(state.weights)
@@ -208,14 +213,35 @@ def _state(
     made_by = critic_of(experiment)
     state = make_state(model, experiment.optimizer, mesh, directory=directory, critic=made_by)
     return state, checkpoint.HostState(experiment.seed, 0, {"next": 0})
-  abstract = abstract_state(model, experiment.optimizer, mesh, critic=critic_of(experiment))
-  state, host = checkpoint.restore(path, abstract)
-  if host.seed != experiment.seed:
+  seen = checkpoint.read_host(path)
+  require_same(path, {"seed": seen.seed, **seen.run}, identity(experiment))
+  if seen.weight_version > experiment.steps:
     raise ValueError(
-      f"{path} is of a run with seed {host.seed}, this configuration has {experiment.seed}: "
-      "use another work directory"
+      f"{path} is after step {seen.weight_version}, this configuration ends at {experiment.steps}"
     )
-  return state, host
+  abstract = abstract_state(model, experiment.optimizer, mesh, critic=critic_of(experiment))
+  return checkpoint.restore(path, abstract)
+
+
+def identity(experiment: Experiment) -> dict[str, Any]:
+  """What may not change between the parts of one run; all else may."""
+  return {
+    "kind": "reinforcement learning",
+    "seed": experiment.seed,
+    "model": fingerprint(experiment.model),
+    "training tasks": task_fingerprint(experiment.tasks.train.tasks),
+    "held-out tasks": task_fingerprint(experiment.tasks.held_out),
+  }
+
+
+def require_same(path: Path, written: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+  """Raises ValueError, naming the first difference, unless a checkpoint is of the run asked for."""
+  for name, value in asked.items():
+    if written.get(name) != value:
+      raise ValueError(
+        f"{path} is of a run with {name} {written.get(name)}, this configuration has {value}: "
+        "use another work directory"
+      )
 
 
 def _clip(experiment: Experiment, host: checkpoint.HostState) -> ClipController | None:
@@ -253,6 +279,19 @@ def _learner(experiment: Experiment, model: Model, mesh: Mesh) -> Mapping[str, C
       **options,
     ),
   }
+
+
+def keep_config(workdir: Path, config: str, progress: Progressing) -> None:
+  """Writes `config.json`; one that was different stays as `config.previous.json`."""
+  path = workdir / "config.json"
+  if path.exists() and path.read_text() != config:
+    path.replace(workdir / "config.previous.json")
+    progress.say(
+      f"the configuration is another than before, which is kept: {path.stem}.previous.json"
+    )
+  partial = path.with_suffix(".partial")
+  partial.write_text(config)
+  partial.replace(path)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -18,12 +18,13 @@ from agentrl_jax.learner import checkpoint
 from agentrl_jax.learner.rows import rows_per_micro_batch
 from agentrl_jax.learner.state import abstract_state, make_state
 from agentrl_jax.learner.step import make_prepare, make_step
+from agentrl_jax.models.checkpoint_files import fingerprint
 from agentrl_jax.models.hf import load_model, save_weights
 from agentrl_jax.models.sharding import make_mesh
-from agentrl_jax.orchestrate.experiment import Taskset
+from agentrl_jax.orchestrate.experiment import Taskset, at_least
 from agentrl_jax.orchestrate.metrics import MetricsWriter, Progressing, to_floats
 from agentrl_jax.orchestrate.pack import pack
-from agentrl_jax.orchestrate.run import lock
+from agentrl_jax.orchestrate.run import keep_config, lock, require_same
 from agentrl_jax.rollout.episode import Limits, Play
 from agentrl_jax.rollout.records import Episode, Outcome, Task, from_json
 from agentrl_jax.rollout.scripted import Policy, demonstrate
@@ -49,6 +50,12 @@ class Supervised:
   mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
   dtype: str = "float32"
   checkpoint_every: int = 100
+
+  def __post_init__(self):
+    at_least(
+      "", self, 1, "steps", "episodes_per_step", "row_length", "micro_rows", "checkpoint_every"
+    )
+    at_least("mesh", self.mesh, 1, *self.mesh)
 
 
 def recorded(*paths: str, only_success: bool = False) -> EpisodeSource:
@@ -98,26 +105,31 @@ def demonstrated(
   return play
 
 
-def train_supervised(plan: Supervised, workdir: Path, progress: Progressing) -> Path:
-  """Runs, or goes on, in `workdir`; returns the trained model's directory.
+def train_supervised(
+  plan: Supervised, workdir: Path, progress: Progressing, config: str | None = None
+) -> Path:
+  """Runs, or goes on, in `workdir`; returns the trained model's directory. `config` as in `train`.
 
   Raises:
-    ValueError: no episode, or one that does not fit a row.
+    ValueError: no episode, one that does not fit a row or is of another vocabulary, or a work
+      directory of another run.
     CheckpointError, WorkdirBusy: as in a reinforcement learning run.
   """
   directory = Path(plan.model)
   if not directory.exists() and plan.make_model is not None:
     plan.make_model(directory)
   model, mesh = load_model(directory), make_mesh(devices=None, **plan.mesh)
-  episodes = plan.episodes(directory)
-  if not episodes:
-    raise ValueError("no episodes to train on")
+  episodes = trainable(plan.episodes(directory), model.config.vocab_size)
+  whose = {"kind": "supervised training", "seed": plan.seed, "model": fingerprint(directory)}
   with lock(workdir), checkpoint.Saver(workdir / "checkpoints") as saver:
     latest = checkpoint.latest(workdir / "checkpoints")
     if latest is None:
       state = make_state(model, plan.optimizer, mesh, directory=directory)
     else:
+      require_same(latest, checkpoint.read_host(latest).run, whose)
       state, _ = checkpoint.restore(latest, abstract_state(model, plan.optimizer, mesh))
+    if config is not None:
+      keep_config(workdir, config, progress)
     metrics = MetricsWriter(workdir, resume_step=int(state.step))
     prepare = make_prepare(plan.algorithm)
     update = make_step(
@@ -144,13 +156,29 @@ def train_supervised(plan: Supervised, workdir: Path, progress: Progressing) -> 
       values = to_floats(found)
       metrics.write(step, values, wall_time=time.time())
       if (step + 1) % plan.checkpoint_every == 0 or step + 1 == plan.steps:
-        progress.say(f"supervised step {step + 1}/{plan.steps}: loss {values['loss']:.4f}")
-        saver.save(state, checkpoint.HostState(plan.seed, step + 1, {"next": step + 1}))
+        said = f"loss {values['loss']:.4f}" if "loss" in values else "skipped, it was not finite"
+        progress.say(f"supervised step {step + 1}/{plan.steps}: {said}")
+        saver.save(state, checkpoint.HostState(plan.seed, step + 1, {"next": step + 1}, whose))
     progress.update("supervised steps", plan.steps, plan.steps)
     metrics.close()
     trained = workdir / "model"
     save_weights(model, state.weights, trained, dtype=jnp.float32, copy_from=directory)
   return trained
+
+
+def trainable(episodes: Sequence[Episode], vocab_size: int) -> list[Episode]:
+  """Those that did not fault. Raises ValueError if there are none, or of another vocabulary."""
+  kept = [e for e in episodes if e.outcome is not Outcome.FAULT]
+  if not kept:
+    raise ValueError(f"no episodes to train on, of {len(episodes)} read")
+  for episode in kept:
+    for sample in episode.samples:
+      if sample.vocab_size != vocab_size:
+        raise ValueError(
+          f"episode {episode.trajectory_id} is of a vocabulary of {sample.vocab_size}, the model's "
+          f"has {vocab_size}"
+        )
+  return kept
 
 
 def draw(size: int, count: int, step: int, seed: int) -> list[int]:

@@ -8,8 +8,15 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from agentrl_jax.losses.checks import some_group_of_two
 from agentrl_jax.orchestrate import hosts
-from agentrl_jax.orchestrate.evaluate import evaluate, read_records, summary, write_records
+from agentrl_jax.orchestrate.evaluate import (
+  evaluate,
+  read_records,
+  read_settings,
+  summary,
+  write_records,
+)
 from agentrl_jax.orchestrate.experiment import Experiment
 from agentrl_jax.orchestrate.groups import mixed, rollout_metrics
 from agentrl_jax.orchestrate.metrics import Clock, Progressing, line, to_floats
@@ -25,23 +32,24 @@ class Mismatch(RuntimeError):
   """Engine and trainer give the same tokens different log-probs: they are not the same policy."""
 
 
-async def train(experiment: Experiment, workdir: Path, progress: Progressing) -> None:
+async def train(
+  experiment: Experiment, workdir: Path, progress: Progressing, config: str | None = None
+) -> None:
   """Runs an experiment in `workdir`, or the rest of it, and leaves the trained model there.
 
+  `config`, JSON that makes this experiment, is kept as `config.json` once nothing was refused.
   Raises what opening a run, collecting, publishing and checkpointing raise; all of it names its
   place.
   """
-  async with open_run(experiment, workdir, progress) as run:
-    if run.step == 0:
-      await measure(run, "before")
+  if experiment.temperature == 0:
+    raise ValueError("temperature is 0, expected more: a greedy policy does not explore")
+  async with open_run(experiment, workdir, progress, config) as run:
+    await measure(run)
     while run.step < experiment.steps:
       progress.update("steps", run.step, experiment.steps)
       await take_step(run)
-      every = experiment.evaluation.every
-      if every and run.step % every == 0 and run.step < experiment.steps:
-        await measure(run, f"step_{run.step:06d}")
+      await measure(run)
     progress.update("steps", run.step, experiment.steps)
-    await measure(run, "after")
     if run.stage is not None:
       run.export()
 
@@ -112,6 +120,7 @@ async def collect(run: Run, stage: Stage) -> Rollout:
     (mixed(groups) or groups) if layout.only_mixed else groups,
     row_length=layout.row_length,
     micro_rows=run.rows,
+    min_members=2 if some_group_of_two in experiment.algorithm.checks else 1,
     share_prompts=layout.share_prompts,
   )
   for check in experiment.algorithm.checks:
@@ -164,12 +173,14 @@ def check_mismatch(run: Run, rollout: Rollout, old_logp: np.ndarray) -> Mapping[
   }
 
 
-async def measure(run: Run, name: str) -> None:
-  """Evaluates on held-out tasks, unless this run has done so already."""
-  plan, path = run.experiment.evaluation, run.workdir / "evaluation" / f"{name}.jsonl"
-  if not plan.tasks or run.stage is None:
+async def measure(run: Run) -> None:
+  """Evaluates on held-out tasks where it is due after this step, unless that is done already."""
+  plan, name = run.experiment.evaluation, due(run.experiment, run.step)
+  if name is None or not plan.tasks or run.stage is None:
     return
-  if not path.exists():
+  path, samples = run.workdir / "evaluation" / f"{name}.jsonl", plan.samples
+  asked = {"step": run.step, "tasks": plan.tasks, "samples": plan.samples}
+  if read_settings(path) != asked:
     held_out = run.experiment.tasks.held_out
     records = await evaluate(
       run.stage.play,
@@ -181,10 +192,25 @@ async def measure(run: Run, name: str) -> None:
       progress=lambda done, total: run.progress.update(f"evaluation {name}", done, total),
       recover=run.recover,
     )
-    write_records(records, path)
+    score = summary(records)
+    write_records(records, path, asked)
     await run.stage.host.flush()
-  score = summary(read_records(path))
+  else:
+    score = summary(read_records(path))
   run.progress.say(
     f"held-out {name}: success {score['success']:.3f} ± {score['success_standard_error']:.3f}"
     f", finished {score['finished']:.3f}, {score['tokens']:.1f} tokens an episode"
   )
+  faulted = min(plan.tasks, len(run.experiment.tasks.held_out)) * samples - int(score["samples"])
+  if faulted:
+    run.progress.say(
+      f"  {faulted} samples are not among them: the machinery failed, not the policy"
+    )
+
+
+def due(experiment: Experiment, step: int) -> str | None:
+  """The name of the evaluation after so many steps, None where there is none."""
+  every = experiment.evaluation.every
+  if step in (0, experiment.steps):
+    return "after" if step else "before"
+  return f"step_{step:06d}" if every and step % every == 0 else None

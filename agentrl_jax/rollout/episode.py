@@ -49,6 +49,16 @@ class Limits:
   env_seconds: float = 60.0
   continuations: int = 8  # of one turn whose generation was aborted
 
+  def __post_init__(self):
+    counts = {"turns": 1 if self.turns is None else self.turns}
+    counts |= {n: getattr(self, n) for n in ("turn_tokens", "context_tokens", "observation_chars")}
+    for name, value in counts.items():
+      if not isinstance(value, int) or value < 1:
+        raise ValueError(f"limits.{name} is {value!r}, expected a whole number of at least 1")
+    for name in ("seconds", "env_seconds"):
+      if not getattr(self, name) > 0:
+        raise ValueError(f"limits.{name} is {getattr(self, name)!r}, expected more than 0")
+
 
 @dataclasses.dataclass(frozen=True)
 class Play:

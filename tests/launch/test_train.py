@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from agentrl_jax.orchestrate import tiny
+from agentrl_jax.orchestrate.run import lock
 from configs import tiny_rl, tiny_sft
 from tests.launch.commands import finish, run, start
 
@@ -155,6 +157,30 @@ def test_without_its_others_a_process_ends(places, tmp_path):
     code, output = finish(process)
     assert code == 1
     assert "mesh covers 8 devices, expected all 16 of the 2 processes" in output, output[-2000:]
+
+
+def test_a_longer_run_measures_again_and_another_run_is_refused(whole, places, tmp_path):
+  workdir = tmp_path / "run"
+  shutil.copytree(whole[0], workdir)
+  before = [(workdir / "evaluation" / f"{n}.jsonl").read_text() for n in ("before", "after")]
+  code, output = run(command(workdir, f"--config=set:steps={STEPS + 1}"), **places)
+  assert code == 0, output[-3000:]
+  assert len(rows(workdir)) == STEPS + 1
+  assert (workdir / "evaluation" / "before.jsonl").read_text() == before[0]
+  assert (workdir / "evaluation" / "after.jsonl").read_text() != before[1]
+  written = (workdir / "config.json").read_text()
+  for change, message in (
+    ("seed=9", "of a run with seed 0, this configuration has 9: use another work directory"),
+    ("tasks.train_tasks=32", "of a run with training tasks 64-"),
+    (f"steps={STEPS - 1}", f"is after step {STEPS + 1}, this configuration ends at {STEPS - 1}"),
+  ):
+    code, output = run(command(workdir, f"--config=set:{change}"), **places)
+    assert (code, message in output) == (1, True), output[-2000:]
+  with lock(workdir):
+    code, output = run(command(workdir, "--config=set:concurrency=3"), **places)
+    assert (code, "in use by another process" in output) == (1, True), output[-2000:]
+    assert '"concurrency": 3' not in (workdir / "config.json").read_text()
+  assert json.loads(written)
 
 
 def test_a_run_leaves_what_the_readme_names(whole):

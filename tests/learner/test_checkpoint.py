@@ -154,6 +154,15 @@ def test_errors_name_checkpoint_and_cause(tmp_path):
     save(tmp_path, killed_state(1), HostState(0, 0, {"x": float("nan")}))
   with pytest.raises(ValueError, match="keep is 0"):
     Saver(tmp_path, keep=0)
+  damaged = max((path / "state").rglob("*"), key=lambda p: p.stat().st_size * p.is_file())
+  content = bytearray(damaged.read_bytes())
+  content[len(content) // 2] ^= 1
+  damaged.write_bytes(content)
+  with pytest.raises(CheckpointError, match=f"{damaged.name} is damaged; remove the checkpoint"):
+    restore(path, abstract_state(MODEL, OPTIMIZER, mesh))
+  damaged.unlink()
+  with pytest.raises(CheckpointError, match=f"{damaged.name} is missing"):
+    restore(path, abstract_state(MODEL, OPTIMIZER, mesh))
   (path / "COMPLETE").unlink()
   with pytest.raises(CheckpointError, match="incomplete: it has no COMPLETE"):
     restore(path, abstract_state(MODEL, OPTIMIZER, mesh))

@@ -128,6 +128,16 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted():
   assert not np.array_equal(state.weights.head, before.weights.head)
 
 
+def test_an_update_that_is_not_finite_is_skipped_and_counted():
+  step = make_step(MODEL, optax.sgd(float("nan")), grpo(), one_device(), micro_rows=4)
+  state = make_state(MODEL, optax.sgd(float("nan")), one_device())
+  before = jax.device_get(state.weights)
+  with jax.debug_nans(False):
+    state, metrics = step(state, lossy(grpo(), random_batch(8)))
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.weights), before)
+  assert metrics["skipped"] == (1, 1) and metrics["update_norm"] == (0, 0)
+
+
 def test_micro_batches_without_loss_are_not_run():
   """A model that would give NaN there shows that it was never asked."""
 

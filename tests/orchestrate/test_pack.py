@@ -124,8 +124,21 @@ def test_groups_without_two_scored_members_are_dropped_and_faults_counted():
   assert (packed.dropped_groups, packed.faults) == (1, 1)
   assert [e.trajectory_id for e in packed.episodes] == ["1/0", "1/1"]
   assert packed.batch.traj_group.tolist() == [0, 0]
-  with pytest.raises(ValueError, match="nothing to train on: 1 groups, 1 faulted"):
+  with pytest.raises(
+    ValueError, match="nothing to train on: 1 groups, 1 of them with fewer than 2"
+  ):
     pack([lone], row_length=64, micro_rows=1)
+
+
+def test_an_episode_that_is_there_twice_is_two_trajectories():
+  one = episode(np.random.default_rng(0), "0/0", [1, 2])
+  packed = pack([[one], [one]], row_length=128, micro_rows=1, min_members=1, share_prompts=False)
+  batch, tokens = packed.batch, sum(map(len, one.samples))
+  assert [int((batch.traj == r).sum()) for r in (0, 1)] == [tokens, tokens]
+  owners = [set(batch.sample[batch.traj == r].tolist()) for r in (0, 1)]
+  assert not owners[0] & owners[1] and len(owners[0]) == len(one.samples)
+  turns = len(one.turn_rewards)
+  assert batch.turn_traj[: 2 * turns].tolist() == [0] * turns + [1] * turns
 
 
 def test_an_episode_that_does_not_fit_is_named_with_the_numbers():

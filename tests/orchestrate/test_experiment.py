@@ -1,0 +1,84 @@
+"""What a configuration may not be, each refused before anything starts, by name and value."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from agentrl_jax.losses import recipes
+from agentrl_jax.orchestrate.experiment import Batch, Evaluation, Experiment
+from agentrl_jax.orchestrate.supervised import Supervised, trainable
+from agentrl_jax.orchestrate.sync_loop import due
+from agentrl_jax.rollout.episode import Limits
+from agentrl_jax.rollout.records import Outcome
+from tests.reference.episodes import VOCAB, episode
+
+NOTHING = dict(
+  model="m", tasks=None, optimizer=None, engine=None, steps=4, algorithm=recipes.grpo(),
+  limits=Limits(turn_tokens=8, context_tokens=64),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"steps": 2.5}, "steps is 2.5, expected a whole number of at least 1"),
+    ({"steps": 0}, "steps is 0, expected a whole number of at least 1"),
+    ({"concurrency": 0}, "concurrency is 0"),
+    ({"checkpoint_every": 0}, "checkpoint_every is 0"),
+    ({"keep_checkpoints": 0}, "keep_checkpoints is 0"),
+    ({"temperature": -1.0}, "temperature is -1.0, expected at least 0"),
+    ({"algorithm": "gspo"}, "algorithm is 'gspo', expected an Algorithm"),
+    ({"temperature": float("nan")}, "temperature is nan"),
+    ({"max_mismatch": 0.0}, "max_mismatch is 0.0"),
+    ({"mesh": {"fsdp": 0}}, "mesh.fsdp is 0, expected a whole number of at least 1"),
+    ({"dtype": "float16"}, "dtype is 'float16', expected float32 or bfloat16"),
+    ({"batch": Batch(members=1)}, "batch.members is 1, expected at least 2"),
+    ({"batch": Batch(row_length=64)}, "batch.row_length is 64, expected more than"),
+  ],
+)
+def test_an_experiment(change, message):
+  with pytest.raises(ValueError, match=message):
+    Experiment(**(NOTHING | change))
+
+
+def test_one_member_is_enough_without_a_group_baseline():
+  assert Experiment(**(NOTHING | {"batch": Batch(members=1), "algorithm": recipes.ppo()}))
+
+
+@pytest.mark.parametrize(
+  ("make", "message"),
+  [
+    (lambda: Batch(groups=0), "batch.groups is 0"),
+    (lambda: Batch(micro_rows=0), "batch.micro_rows is 0"),
+    (lambda: Batch(row_length=True), "batch.row_length is True"),
+    (lambda: Limits(turn_tokens=0, context_tokens=8), "limits.turn_tokens is 0"),
+    (lambda: Limits(turn_tokens=8, context_tokens=8, seconds=0), "limits.seconds is 0"),
+    (lambda: Evaluation(tasks=-3), "evaluation.tasks is -3, expected a whole number of at least 0"),
+    (lambda: Evaluation(samples=0), "evaluation.samples is 0"),
+    (lambda: Supervised("m", None, None, None, 0), "steps is 0"),  # pyright: ignore
+    (lambda: Supervised("m", None, None, None, 1, checkpoint_every=0), "checkpoint_every is 0"),  # pyright: ignore
+  ],
+)
+def test_its_parts(make, message):
+  with pytest.raises(ValueError, match=message):
+    make()
+
+
+def test_when_evaluations_are_due():
+  plan = Experiment(**(NOTHING | {"steps": 5, "evaluation": Evaluation(every=2)}))
+  names = [due(plan, step) for step in range(6)]
+  assert names == ["before", None, "step_000002", None, "step_000004", "after"]
+  plan = dataclasses.replace(plan, evaluation=Evaluation())
+  assert [due(plan, step) for step in range(6)] == ["before", *[None] * 4, "after"]
+
+
+def test_what_supervised_training_takes():
+  rng = np.random.default_rng(0)
+  good, faulted = episode(rng, "0/0", [1]), episode(rng, "0/1", [1], fault=True)
+  assert faulted.outcome is Outcome.FAULT
+  assert trainable([good, faulted], VOCAB) == [good]
+  with pytest.raises(ValueError, match="no episodes to train on, of 1 read"):
+    trainable([faulted], VOCAB)
+  with pytest.raises(ValueError, match=f"episode 0/0 is of a vocabulary of {VOCAB}, .* has 7"):
+    trainable([good], 7)
