@@ -11,6 +11,7 @@ from agentrl_jax.types import Algorithm
 
 CONTROLLED = ("finishing", "reliability", "reach")
 RECIPES = ("grpo", "dr_grpo", "dapo", "rloo", "cispo")
+RECORDED = ("smollm2", "calculator", "game24", "visits", "workdirs")
 BUDGET = 30  # tokens; the base leaves 30 to 50 % unfinished
 EXTENDED = 2 * BUDGET
 
@@ -117,7 +118,7 @@ def arm_config(arm: str, scale: str) -> fdl.Config[Any]:
     config = base()
   elif arm in RECIPES:
     config = reinforced(arm)
-  elif arm in ("smollm2", "calculator", "game24", "visits"):
+  elif arm in RECORDED:
     config = logs(arm)
   else:
     raise ValueError(f"no arm {arm!r}")

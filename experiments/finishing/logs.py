@@ -17,9 +17,15 @@ from experiments.finishing.measure import measure
 
 def run(plan: Logs, place: Place) -> Mapping[str, Any]:
   """Every pair of the arm. Raises FileNotFoundError naming the log that is not there."""
-  pairs = {"smollm2": smollm2, "calculator": calculator, "game24": game24, "visits": visits}
+  pairs = {
+    "smollm2": smollm2,
+    "calculator": calculator,
+    "game24": game24,
+    "visits": visits,
+    "workdirs": workdirs,
+  }
   splits = []
-  for found in pairs[plan.kind](place.seed):
+  for found in pairs[plan.kind]():
     splits.append(measure(resamples=plan.evaluation.resamples, **found))
     place.save({"splits": splits})
   return {"splits": splits}
@@ -45,12 +51,11 @@ RUNS = ("quickstart", "quickstart-seed1", "quickstart-sglang")
 NAMES = ("seed 0", "seed 1", "SGLang, seed 0")
 
 
-def smollm2(seed: int) -> Iterator[dict[str, Any]]:
+def smollm2() -> Iterator[dict[str, Any]]:
   """The three quickstart runs, each against its own base samples, and against those of all three.
 
   The runs begin from the same model, so their samples before training are 12 of one base.
   """
-  del seed
   both = [_before_after(evaluations() / run) for run in RUNS]
   shared = set.intersection(*(set(before.problems) for before, _ in both))
   base = join([before.only(shared) for before, _ in both], model="base")
@@ -64,32 +69,44 @@ def smollm2(seed: int) -> Iterator[dict[str, Any]]:
   yield {**named, "pair": "SmolLM2-135M: base against base", "base": one, "rl": two}
 
 
-def calculator(seed: int) -> Iterator[dict[str, Any]]:
+def calculator() -> Iterator[dict[str, Any]]:
   """`configs/tiny.py`: a transformer of 0.8M parameters, supervised and then improved by RL."""
-  del seed
   before, after = _before_after(evaluations() / "tiny_rl")
   named = {"pair": "tiny Llama, 0.8M", "problems": "calculator", "budget": "24 a turn"}
   yield {**named, "base": before, "rl": after}
 
 
-def game24(seed: int) -> Iterator[dict[str, Any]]:
+def game24() -> Iterator[dict[str, Any]]:
   """GPT-4 with two prompts: a change that no training made. 100 problems, 100 samples each."""
-  del seed
   plain = read_game24(public() / "game24_standard.json", model="plain")
   thinking = read_game24(public() / "game24_cot.json", model="thinking")
   named = {"problems": "Game of 24", "budget": "as logged"}
   yield {**named, "pair": "GPT-4, plain to step-by-step prompt", "base": plain, "rl": thinking}
 
 
-def visits(seed: int) -> Iterator[dict[str, Any]]:
+def visits() -> Iterator[dict[str, Any]]:
   """A real RL run's own training problems, early and late: 4 visits of 8 samples each.
 
   No stop reasons were logged, so only reliability and reach can be told apart.
   """
-  del seed
   path = public() / "one_shot_rlvr_accuracy.json"
   named = {"problems": "1,209 training problems", "budget": "as logged"}
   first, second = (read_visits(path, visits=v) for v in (slice(0, 4), slice(4, 8)))
   last = read_visits(path, visits=slice(-4, None))
   yield {**named, "pair": "One-Shot-RLVR run, visits 1-4 to its last 4", "base": first, "rl": last}
   yield {**named, "pair": "One-Shot-RLVR run, visits 1-4 to 5-8", "base": first, "rl": second}
+
+
+def workdirs() -> Iterator[dict[str, Any]]:
+  """Every run below `AGENTRL_EVALUATIONS` that was evaluated before and after, as other experiments
+  leave them. Runs with one base sample a problem cannot be split, and are left out.
+  """
+  found = sorted(path.parents[1] for path in evaluations().glob("**/evaluation/after.jsonl"))
+  if not found:
+    raise FileNotFoundError(f"no run with evaluation/after.jsonl below {evaluations()}")
+  for folder in found:
+    before, after = _before_after(folder)
+    if before.counts()[0].min() > 1:
+      name = str(folder.relative_to(evaluations()))
+      named = {"pair": name, "problems": before.problems[0].split("/")[0]}
+      yield {**named, "budget": "the run's", "base": before, "rl": after}

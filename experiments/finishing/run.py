@@ -13,8 +13,6 @@ import fiddle as fdl
 from experiments import arms
 from experiments.finishing import config, controlled, logs, tiny
 
-RECORDED = ("smollm2", "calculator", "game24", "visits")
-
 
 def job(place: arms.Place) -> Mapping[str, Any]:
   """Dispatches on what the arm's configuration builds."""
@@ -45,7 +43,7 @@ STUDY = arms.Study(
   arms=(*config.CONTROLLED, *config.RECIPES),
   seeds=(0, 1),
   first=("base",),
-  recorded=RECORDED,
+  recorded=config.RECORDED,
   settings=settings,
 )
 

@@ -3,8 +3,8 @@
 Verdict by the specification's rule, on the pooled pairs of base and RL model that this study
 trained: refuted if the pooled share of finishing is below 50 % with an interval that excludes it,
 or net reach is above 2.1 points with an interval that excludes them, or more than 25 % of what is
-credited to reach survives; supported if none of it is and the share's interval is above 50 %;
-else inconclusive.
+credited to reach survives. Supported if none of it is so, the share's interval is above 50 % and
+that of net reach not above 2.1 points. Else inconclusive.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,11 +58,11 @@ def verdict(results: Results) -> Verdict:
     return Verdict(PAPER, CLAIM, "not run", **_origin(results))
   summary, survival = pooled(pairs), survived(pairs)
   reach, share = summary["net reach, split half"], summary.share
-  refuted = reach.low > MOST_REACH or survival.low > MOST_SURVIVAL
+  refuted = reach.low > MOST_REACH or survival.estimate > MOST_SURVIVAL
   if share is not None:
     refuted |= share.high < LEAST_SHARE
   supported = not refuted and share is not None and share.low > LEAST_SHARE
-  supported &= reach.high <= MOST_REACH and survival.estimate <= MOST_SURVIVAL
+  supported &= reach.high <= MOST_REACH
   word = "refuted" if refuted else "supported" if supported else "inconclusive"
   effect = f"share of finishing, {len(pairs)} pairs pooled"
   return Verdict(PAPER, CLAIM, word, effect, share, **_origin(results))
@@ -82,6 +82,7 @@ def table(results: Results) -> str:
     ("Bases against themselves", _rows(controls(results))),
     ("Real models, recorded samples",
      _rows(splits(results, ("smollm2", "calculator", "visits")))),
+    ("Runs of other experiments", _rows(splits(results, ("workdirs",)))),
     ("A change without training", _rows(splits(results, ("game24",)))),
     ("Published beside ours", _published(results)),
   ]  # fmt: skip

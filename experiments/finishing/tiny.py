@@ -109,9 +109,10 @@ def log_probs(weights: Weights, state: State) -> Float[Array, "*N V"]:
   sizes = (3, 2, 10, 10, 10)
   parts = [jax.nn.one_hot(part, size) for part, size in zip(state[:-1], sizes, strict=True)]
   read = jnp.concatenate([*parts, state.last[..., None].astype(jnp.float32)], axis=-1)
-  hidden = jnp.tanh(jnp.einsum("...f,fh->...h", 2 * read, weights["hidden"]) + weights["bias"])
-  logits = jnp.einsum("...h,hv->...v", hidden, weights["head"]) + weights["head_bias"]
-  return jax.nn.log_softmax(logits)
+  hidden = jnp.einsum("...f,fh->...h", 2 * read, weights["hidden"])
+  hidden = jnp.tanh(hidden + jnp.broadcast_to(weights["bias"], hidden.shape))
+  logits = jnp.einsum("...h,hv->...v", hidden, weights["head"])
+  return jax.nn.log_softmax(logits + jnp.broadcast_to(weights["head_bias"], logits.shape))
 
 
 @jax.jit
@@ -142,7 +143,7 @@ def rollout(weights: Weights, problems: Problems, uniform: Float[Array, "T N"]) 
     good = jnp.where(phase == AFTER, goes_on | (token == CHECK), digit)
     after = (
       jnp.where(phase == AFTER, jnp.where(goes_on, COPY, AFTER), phase + 1),
-      place + goes_on,
+      place + goes_on.astype(place.dtype),
       jnp.where((phase == RESULT) & digit, token, value),
       jnp.where((phase == COPY) & digit, token, copied),
       alive & good,  # a stop, or a token that the grammar does not have here, ends the response
@@ -156,6 +157,13 @@ def rollout(weights: Weights, problems: Problems, uniform: Float[Array, "T N"]) 
   value, finished = carry[2], carry[5]
   turned = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (states, tokens, logp, alive))
   return Episodes(*turned, finished, finished & (value == truth))
+
+
+def descend(optimizer: optax.GradientTransformation, gradients, state, weights):
+  """One step of the optimizer: new weights, new state."""
+  with jax.numpy_dtype_promotion("standard"):  # optax raises Python floats to integer counts
+    updates, state = optimizer.update(gradients, state, weights)
+  return optax.apply_updates(weights, updates), state
 
 
 # --- The supervised base.
@@ -190,8 +198,7 @@ def supervise(plan: Start, width: int, seed: int) -> Weights:
       chosen = jnp.take_along_axis(log_probs(weights, seen), token[:, None], axis=-1)
       return -chosen.mean()
 
-    updates, state = optimizer.update(jax.grad(loss)(weights), state, weights)
-    return optax.apply_updates(weights, updates), state
+    return descend(optimizer, jax.grad(loss)(weights), state, weights)
 
   state = optimizer.init(weights)
   for _ in range(plan.steps):
@@ -246,8 +253,7 @@ def reinforce(plan: Reinforced, weights: Weights, which: str, rng, progress) -> 
       entropy = -(jnp.exp(logps) * logps).sum(-1)
       return plan.algorithm.loss(PolicyEval(chosen, entropy), batch)[0]
 
-    updates, state = optimizer.update(jax.grad(loss)(weights), state, weights)
-    return optax.apply_updates(weights, updates), state
+    return descend(optimizer, jax.grad(loss)(weights), state, weights)
 
   state = optimizer.init(weights)
   for step in range(plan.steps):

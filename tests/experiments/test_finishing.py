@@ -163,9 +163,10 @@ REACH = pair((8, 4, 0), (8, 4, 4))  # c 0 -> 1 where the base solved nothing
   [
     ((FINISHING,), "supported"),
     ((RELIABILITY,), "refuted"),  # a share below one half
-    ((FINISHING, REACH), "refuted"),  # net reach above 2.1 points
-    ((FINISHING | {"survival": {"credited": 40, "survived": 30, "share": None}},), "refuted"),
-    ((FINISHING | {"survival": {"credited": 2, "survived": 1, "share": None}},), "inconclusive"),
+    ((FINISHING,) * 2 + (REACH,) * 4, "refuted"),  # net reach above 2.1 points
+    ((FINISHING,) * 9 + (REACH,), "inconclusive"),  # perhaps above, by the draw of pairs
+    ((FINISHING | {"survival": {"credited": 4, "survived": 1, "share": None}},), "supported"),
+    ((FINISHING | {"survival": {"credited": 4, "survived": 2, "share": None}},), "refuted"),
   ],
 )
 def test_the_verdict_follows_the_rule(pairs, expected):
@@ -182,14 +183,35 @@ def test_the_table_names_its_source_and_pools():
 # --- Recorded samples.
 
 
-def test_logs_of_other_projects(monkeypatch):
+def test_logs_of_other_projects():
   if not logs.public().exists():
     pytest.skip(f"no public logs at {logs.public()}")
-  (found,) = logs.game24(0)
+  (found,) = logs.game24()
   base, rl = found["base"], found["rl"]
   # Yao et al. (arXiv:2305.10601, table 2): 7.3 % and 4.0 % by 100 samples a problem.
   assert base.success.mean() == pytest.approx(0.073, abs=0.001)
   assert rl.success.mean() == pytest.approx(0.040, abs=0.001)
+
+
+def test_every_evaluated_run_below_a_folder_is_a_pair(tmp_path, monkeypatch):
+  monkeypatch.setenv("AGENTRL_EVALUATIONS", str(tmp_path))
+  with pytest.raises(FileNotFoundError, match="no run with"):
+    next(logs.workdirs())
+  right = {"mpo_0": (1, 3), "grpo_1": (0, 2)}  # successes of 4 before and after
+  for run, successes in right.items():
+    folder = tmp_path / run / "run" / "evaluation"
+    folder.mkdir(parents=True)
+    for name, count in zip(("before", "after"), successes, strict=True):
+      rows = [
+        {"problem": "chain/test/0", "sample": i, "finished": True, "correct": i < count,
+         "tokens": 5, "model": name}
+        for i in range(4)
+      ]  # fmt: skip
+      (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  found = list(logs.workdirs())
+  assert [one["pair"] for one in found] == ["grpo_1/run", "mpo_0/run"]
+  assert [one["rl"].success.sum() for one in found] == [2, 3]
+  assert found[0]["problems"] == "chain"
 
 
 # --- The command.
