@@ -10,7 +10,7 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments import arms, report
+from experiments import arms, report, study
 from launch import command
 
 TABLE = flags.DEFINE_bool("table", False, "Print the lines of the committed results; run nothing.")
@@ -45,7 +45,7 @@ def main(arguments: object) -> int:
       print(line(paper))
     else:
       run = [sys.executable, "-m", f"experiments.{paper}.run", f"--scale={SCALE.value}"]
-      failures += subprocess.run(run, cwd=arms.ROOT, check=False).returncode != 0
+      failures += subprocess.run(run, cwd=study.ROOT, check=False).returncode != 0
   return failures
 
 

@@ -16,7 +16,7 @@ from absl import flags
 from scipy.special import stdtrit
 
 from agentrl_jax.analysis.intervals import Interval, bootstrap_means, percentile
-from experiments.arms import files_of, read_result
+from experiments.study import files_of, read_result
 from launch import command
 
 Results = Mapping[tuple[str, int], Mapping[str, Any]]  # (arm, seed) -> its file, complete ones only
@@ -117,7 +117,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
   return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def provenance(results: Results) -> dict[str, str]:
+def provenance(results: Results) -> dict[str, Any]:
   """`command`, `date` and `commit` of a `Verdict`: the newest date, every commit."""
   about = [one["about"] for one in results.values()]
   paper = next(iter(results.values()))["paper"]

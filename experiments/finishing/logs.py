@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from agentrl_jax.analysis.samples import Samples, join, read, read_game24, read_visits
-from experiments.arms import ROOT, Place
+from experiments.arms import Place
 from experiments.finishing.config import Logs
 from experiments.finishing.measure import measure
+from experiments.study import ROOT
 
 
 def run(plan: Logs, place: Place) -> Mapping[str, Any]:

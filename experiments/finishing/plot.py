@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 
 from agentrl_jax.analysis.plots import FAINT, INK, PARTS
 from experiments import report
-from experiments.arms import files_of
 from experiments.finishing.config import BUDGET, CONTROLLED, RECIPES
 from experiments.finishing.measure import interval
 from experiments.finishing.table import splits
+from experiments.study import files_of
 from launch import command
 
 RECORDED = ("smollm2", "calculator", "visits", "game24")

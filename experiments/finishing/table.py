@@ -55,7 +55,7 @@ def survived(pairs: Sequence[Measured]) -> Interval:
 def verdict(results: Results) -> Verdict:
   pairs = splits(results, RECIPES, BUDGET)
   if not pairs:
-    return Verdict(PAPER, CLAIM, "not run", **_origin(results))
+    return Verdict(PAPER, CLAIM, "not run", **report.provenance(results))
   summary, survival = pooled(pairs), survived(pairs)
   reach, share = summary["net reach, split half"], summary.share
   refuted = reach.low > MOST_REACH or survival.estimate > MOST_SURVIVAL
@@ -65,11 +65,7 @@ def verdict(results: Results) -> Verdict:
   supported &= reach.high <= MOST_REACH
   word = "refuted" if refuted else "supported" if supported else "inconclusive"
   effect = f"share of finishing, {len(pairs)} pairs pooled"
-  return Verdict(PAPER, CLAIM, word, effect, share, **_origin(results))
-
-
-def _origin(results: Results) -> dict[str, str]:
-  return report.provenance(results)
+  return Verdict(PAPER, CLAIM, word, effect, share, **report.provenance(results))
 
 
 def table(results: Results) -> str:

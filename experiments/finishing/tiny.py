@@ -34,16 +34,17 @@ BEYOND = {"maths": (9, 10), "physics": (6, 7)}
 MOST = 10
 CHUNK = 1600  # episodes of one evaluation call, so that one program serves them all
 
-Weights = Mapping[str, Float[Array, "..."]]
+Weights = dict[str, Array]
+Values = Array | np.ndarray
 
 
 class Problems(NamedTuple):
   """N problems: 0 adds, 1 multiplies, modulo 10; `count` operands of `operand` after `start`."""
 
-  kind: Int[np.ndarray, " N"]
-  start: Int[np.ndarray, " N"]
-  operand: Int[np.ndarray, "N K"]
-  count: Int[np.ndarray, " N"]
+  kind: Int[Values, " N"]
+  start: Int[Values, " N"]
+  operand: Int[Values, "N K"]
+  count: Int[Values, " N"]
 
   def take(self, rows: np.ndarray) -> "Problems":
     return Problems(*(column[rows] for column in self))
@@ -52,12 +53,12 @@ class Problems(NamedTuple):
 class State(NamedTuple):
   """What the network reads at a token, one row a response."""
 
-  phase: Int[Array, "*N"]
-  kind: Int[Array, "*N"]
-  result: Int[Array, "*N"]
-  operand: Int[Array, "*N"]
-  copied: Int[Array, "*N"]
-  last: Int[Array, "*N"]
+  phase: Int[Values, "*N"]
+  kind: Int[Values, "*N"]
+  result: Int[Values, "*N"]
+  operand: Int[Values, "*N"]
+  copied: Int[Values, "*N"]
+  last: Int[Values, "*N"]
 
 
 class Episodes(NamedTuple):
@@ -81,12 +82,12 @@ def make_problems(which: str, size: int, beyond: float, rng: np.random.Generator
   return Problems(kind, rng.integers(1, 10, size), operand, count)
 
 
-def apply(kind: Array, result: Array, operand: Array) -> Array:
+def apply(kind: Values, result: Values, operand: Values) -> Array:
   return jnp.where(kind == 0, result + operand, result * operand) % 10
 
 
 def answers(problems: Problems) -> np.ndarray:
-  result = problems.start
+  result = np.asarray(problems.start)
   for place in range(MOST):
     more = np.asarray(apply(problems.kind, result, problems.operand[:, place]))
     result = np.where(place < problems.count, more, result)
@@ -119,12 +120,10 @@ def log_probs(weights: Weights, state: State) -> Float[Array, "*N V"]:
 def rollout(weights: Weights, problems: Problems, uniform: Float[Array, "T N"]) -> Episodes:
   """Responses of at most T tokens; `uniform` in [0, 1) is all their randomness."""
   columns = Problems(*map(jnp.asarray, problems))
-  truth, rows = jnp.zeros_like(columns.start), jnp.arange(len(columns.start))
-  result = columns.start
+  rows, truth = jnp.arange(len(columns.start)), jnp.asarray(columns.start)
   for place in range(MOST):
-    more = apply(columns.kind, result, columns.operand[:, place])
-    result = jnp.where(place < columns.count, more, result)
-  truth = result
+    more = apply(columns.kind, truth, columns.operand[:, place])
+    truth = jnp.where(place < columns.count, more, truth)
 
   def read(phase, place, value, copied) -> State:
     operand = columns.operand[rows, jnp.minimum(place, columns.count - 1)]
@@ -155,8 +154,13 @@ def rollout(weights: Weights, problems: Problems, uniform: Float[Array, "T N"]) 
   start = (zero, zero, columns.start, zero, zero == 0, zero != 0)
   carry, (states, tokens, logp, alive) = jax.lax.scan(step, start, uniform)
   value, finished = carry[2], carry[5]
-  turned = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (states, tokens, logp, alive))
-  return Episodes(*turned, finished, finished & (value == truth))
+  turn = functools.partial(jnp.swapaxes, axis1=0, axis2=1)
+  return Episodes(
+    jax.tree.map(turn, states),
+    *map(turn, (tokens, logp, alive)),
+    finished=finished,
+    correct=finished & (value == truth),
+  )
 
 
 def descend(optimizer: optax.GradientTransformation, gradients, state, weights):
@@ -224,20 +228,21 @@ def make_batch(episodes: Episodes, members: int) -> TrajectoryBatch:
     wide = np.concatenate([np.asarray(values), np.full((rows, 1), fill)], axis=1)
     return np.where(action, wide, fill).astype(kind)
 
-  return TrajectoryBatch(
-    tokens=padded(episodes.tokens, 0, np.int32),
-    position=place,
-    sample=np.where(inside, row, -1),
-    traj=np.where(inside, row, -1),
-    turn=np.where(action, row, -1),
-    action=action,
-    behavior_logp=padded(episodes.logp, 0.0, np.float32),
-    behavior_version=np.where(action, 0, -1).astype(np.int32),
-    turn_reward=np.asarray(episodes.correct, np.float32),
-    turn_traj=np.arange(rows, dtype=np.int32),
-    traj_group=np.arange(rows, dtype=np.int32) // members,
-    traj_truncated=cut_off,
-  )  # pyright: ignore
+  fields = {
+    "tokens": padded(episodes.tokens, 0, np.int32),
+    "position": place,
+    "sample": np.where(inside, row, -1),
+    "traj": np.where(inside, row, -1),
+    "turn": np.where(action, row, -1),
+    "action": action,
+    "behavior_logp": padded(episodes.logp, 0.0, np.float32),
+    "behavior_version": np.where(action, 0, -1).astype(np.int32),
+    "turn_reward": np.asarray(episodes.correct, np.float32),
+    "turn_traj": np.arange(rows, dtype=np.int32),
+    "traj_group": np.arange(rows, dtype=np.int32) // members,
+    "traj_truncated": cut_off,
+  }
+  return TrajectoryBatch(**fields)
 
 
 def reinforce(plan: Reinforced, weights: Weights, which: str, rng, progress) -> Weights:
@@ -303,7 +308,8 @@ def run_base(plan: Start, place: Place) -> Mapping[str, Any]:
   controls = []
   for done, width in enumerate(plan.widths):
     weights = supervise(plan, width, place.seed)
-    np.savez(_path(place.workdir, width), **{k: np.asarray(v) for k, v in weights.items()})
+    stored: dict[str, Any] = {name: np.asarray(value) for name, value in weights.items()}
+    np.savez(_path(place.workdir, width), **stored)
     for which in SETS:
       problems = held_out(which, plan.evaluation, place.seed)
       drawn = functools.partial(sample, weights, problems, plan.evaluation.samples)

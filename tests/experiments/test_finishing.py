@@ -16,7 +16,7 @@ from agentrl_jax.analysis.finishing import decompose
 from agentrl_jax.analysis.samples import from_counts
 from agentrl_jax.learner.step import make_prepare
 from agentrl_jax.types import Aux
-from experiments import arms, report
+from experiments import report, study
 from experiments.finishing import config, controlled, logs, table, tiny
 from experiments.finishing.measure import measure, split_again
 
@@ -231,7 +231,7 @@ def test_smoke(tmp_path):
   assert names == {
     "base_0.json", "grpo_0.json", "reach_0.json", "truth.png", "pairs.png", "pass_at_k.png"
   }  # fmt: skip
-  reach = arms.read_result(tmp_path / "results" / "reach_0.json")
+  reach = study.read_result(tmp_path / "results" / "reach_0.json")
   assert reach is not None and reach["complete"]
   for at in reach["result"]["splits"]:
     parts = [at["summary"][part][0] for part in ("finishing", "reliability", "reach")]
