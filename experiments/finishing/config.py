@@ -8,12 +8,7 @@ from fiddle import selectors
 
 from agentrl_jax.losses import recipes
 from agentrl_jax.types import Algorithm
-
-CONTROLLED = ("finishing", "reliability", "reach")
-RECIPES = ("grpo", "dr_grpo", "dapo", "rloo", "cispo")
-RECORDED = ("smollm2", "calculator", "game24", "visits", "workdirs")
-BUDGET = 30  # tokens; the base leaves 30 to 50 % unfinished
-EXTENDED = 2 * BUDGET
+from experiments.finishing.measure import BUDGET, CONTROLLED, RECIPES, RECORDED
 
 
 @dataclasses.dataclass(frozen=True)

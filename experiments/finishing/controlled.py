@@ -15,8 +15,8 @@ from scipy.special import expit, nbdtr
 from agentrl_jax.analysis.finishing import sweep
 from agentrl_jax.analysis.samples import Samples, cut
 from experiments.arms import Place
-from experiments.finishing.config import BUDGET, EXTENDED, Controlled
-from experiments.finishing.measure import measure
+from experiments.finishing.config import Controlled
+from experiments.finishing.measure import BUDGET, EXTENDED, measure
 
 TOKENS_A_STEP, TOKENS_AT_THE_END = 3, 2
 

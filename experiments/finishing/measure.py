@@ -13,6 +13,12 @@ from agentrl_jax.analysis.intervals import Interval
 from agentrl_jax.analysis.pass_at_k import curves
 from agentrl_jax.analysis.samples import Samples, from_counts, lengths
 
+CONTROLLED = ("finishing", "reliability", "reach")  # arms whose truth is known
+RECIPES = ("grpo", "dr_grpo", "dapo", "rloo", "cispo")
+RECORDED = ("smollm2", "calculator", "game24", "visits", "workdirs")
+BUDGET = 30  # tokens; the base leaves 30 to 50 % unfinished
+EXTENDED = 2 * BUDGET
+
 SHOWN = (
   "pass@1 base", "pass@1 rl", "change", "finishing", "reliability", "reach",
   "null reach, split half", "null reach, posterior", "net reach, split half",

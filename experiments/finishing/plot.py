@@ -12,13 +12,11 @@ from matplotlib.figure import Figure
 
 from agentrl_jax.analysis.plots import FAINT, INK, PARTS
 from experiments import report
-from experiments.finishing.config import BUDGET, CONTROLLED, RECIPES
-from experiments.finishing.measure import interval
+from experiments.finishing.measure import BUDGET, CONTROLLED, RECIPES, RECORDED, interval
 from experiments.finishing.table import splits
 from experiments.study import files_of
 from launch import command
 
-RECORDED = ("smollm2", "calculator", "visits", "game24")
 CURVES = {"base": ("#666666", "base or before"), "rl": ("#0072B2", "trained or after")}
 
 

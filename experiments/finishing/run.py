@@ -11,7 +11,7 @@ from typing import Any
 import fiddle as fdl
 
 from experiments import arms
-from experiments.finishing import config, controlled, logs, tiny
+from experiments.finishing import config, controlled, logs, measure, tiny
 
 
 def job(place: arms.Place) -> Mapping[str, Any]:
@@ -40,10 +40,10 @@ def settings(arm: str, scale: str) -> Mapping[str, Any]:
 STUDY = arms.Study(
   "finishing",
   job,
-  arms=(*config.CONTROLLED, *config.RECIPES),
+  arms=(*measure.CONTROLLED, *measure.RECIPES),
   seeds=(0, 1),
   first=("base",),
-  recorded=config.RECORDED,
+  recorded=measure.RECORDED,
   settings=settings,
 )
 

@@ -13,8 +13,14 @@ from typing import Any
 from agentrl_jax.analysis.finishing import Summary
 from agentrl_jax.analysis.intervals import Interval, wilson
 from experiments import report
-from experiments.finishing.config import BUDGET, CONTROLLED, EXTENDED, RECIPES
-from experiments.finishing.measure import interval, pooled
+from experiments.finishing.measure import (
+  BUDGET,
+  CONTROLLED,
+  EXTENDED,
+  RECIPES,
+  interval,
+  pooled,
+)
 from experiments.report import Published, Results, Verdict
 
 PAPER = "finishing"
@@ -58,13 +64,18 @@ def verdict(results: Results) -> Verdict:
     return Verdict(PAPER, CLAIM, "not run", **report.provenance(results))
   summary, survival = pooled(pairs), survived(pairs)
   reach, share = summary["net reach, split half"], summary.share
-  refuted = reach.low > MOST_REACH or survival.estimate > MOST_SURVIVAL
-  if share is not None:
-    refuted |= share.high < LEAST_SHARE
-  supported = not refuted and share is not None and share.low > LEAST_SHARE
-  supported &= reach.high <= MOST_REACH
-  word = "refuted" if refuted else "supported" if supported else "inconclusive"
+  against = []
+  if share is not None and share.high < LEAST_SHARE:
+    against.append("the share")
+  if reach.low > MOST_REACH:
+    against.append(f"net reach {points(reach)} points")
+  if survival.estimate > MOST_SURVIVAL:
+    against.append(f"survival {_ratio(survival)}")
+  supported = share is not None and share.low > LEAST_SHARE and reach.high <= MOST_REACH
+  word = "refuted" if against else "supported" if supported else "inconclusive"
   effect = f"share of finishing, {len(pairs)} pairs pooled"
+  if against:
+    effect = f"refuted by {' and '.join(against)}; {effect}"
   return Verdict(PAPER, CLAIM, word, effect, share, **report.provenance(results))
 
 

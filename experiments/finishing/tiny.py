@@ -23,8 +23,8 @@ from agentrl_jax.learner import optim
 from agentrl_jax.learner.step import make_prepare
 from agentrl_jax.types import Aux, PolicyEval, TrajectoryBatch
 from experiments.arms import Place
-from experiments.finishing.config import BUDGET, EXTENDED, Evaluation, Reinforced, Start
-from experiments.finishing.measure import measure
+from experiments.finishing.config import Evaluation, Reinforced, Start
+from experiments.finishing.measure import BUDGET, EXTENDED, measure
 
 CHECK, NEXT, STOP, VOCABULARY = 10, 11, 12, 13  # tokens 0 to 9 are digits
 COPY, RESULT, AFTER = 0, 1, 2  # phases within a step

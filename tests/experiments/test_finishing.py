@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -17,8 +18,14 @@ from agentrl_jax.analysis.samples import from_counts
 from agentrl_jax.learner.step import make_prepare
 from agentrl_jax.types import Aux
 from experiments import report, study
-from experiments.finishing import config, controlled, logs, table, tiny
-from experiments.finishing.measure import measure, split_again
+from experiments.finishing import config, controlled, logs, plot, run, table, tiny
+from experiments.finishing.measure import (
+  BUDGET,
+  CONTROLLED,
+  RECIPES,
+  measure,
+  split_again,
+)
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -40,21 +47,19 @@ def test_rates_are_those_of_what_is_drawn():
   assert abs((right / total - finished * correct).mean()) < error
 
 
-@pytest.mark.parametrize("arm", config.CONTROLLED)
+@pytest.mark.parametrize("arm", CONTROLLED)
 def test_only_the_trained_part_moves(arm):
   plan = fdl.build(config.controlled(arm))
   world = controlled.make_world(plan, 0)
   base = now = controlled.Policy(plan.filler, plan.skill, plan.new)
   for _ in range(plan.steps):
     now = controlled.ascend(world, now, plan)
-  truth = controlled.true_parts(world, base, now, config.BUDGET)
+  truth = controlled.true_parts(world, base, now, BUDGET)
   assert truth.pop(arm) > 0.03
   assert max(map(abs, truth.values())) < 1e-12
-  rates = [controlled.rates(world, policy, config.BUDGET) for policy in (base, now)]
+  rates = [controlled.rates(world, policy, BUDGET) for policy in (base, now)]
   change = (rates[1][0] * rates[1][1] - rates[0][0] * rates[0][1]).mean()
-  assert sum(controlled.true_parts(world, base, now, config.BUDGET).values()) == (
-    pytest.approx(change)
-  )
+  assert sum(controlled.true_parts(world, base, now, BUDGET).values()) == (pytest.approx(change))
 
 
 # --- The small world.
@@ -115,7 +120,7 @@ def test_a_batch_of_rollouts_holds_what_was_sampled():
     cut_off = size[row] == 12 and not bool(episodes.finished[row])
     assert batch.traj_truncated[row] == cut_off
     assert (batch.traj[row] >= 0).sum() == size[row] + cut_off
-  for name in config.RECIPES:
+  for name in RECIPES:
     algorithm = fdl.build(config.reinforced(name)).algorithm
     for check in algorithm.checks:
       check(batch)
@@ -144,7 +149,7 @@ def pair(base: tuple, rl: tuple, problems: int = 40, survival=None) -> dict:
   """A measured pair whose problems are all alike."""
   names = [f"{i:03d}" for i in range(problems)]
   both = (from_counts(dict.fromkeys(names, counts)) for counts in (base, rl))
-  found = measure("p", "maths", str(config.BUDGET), *both, resamples=50)
+  found = measure("p", "maths", str(BUDGET), *both, resamples=50)
   return found | {"survival": survival}
 
 
@@ -198,8 +203,8 @@ def test_every_evaluated_run_below_a_folder_is_a_pair(tmp_path, monkeypatch):
   with pytest.raises(FileNotFoundError, match="no run with"):
     next(logs.workdirs())
   right = {"mpo_0": (1, 3), "grpo_1": (0, 2)}  # successes of 4 before and after
-  for run, successes in right.items():
-    folder = tmp_path / run / "run" / "evaluation"
+  for name_of_run, successes in right.items():
+    folder = tmp_path / name_of_run / "run" / "evaluation"
     folder.mkdir(parents=True)
     for name, count in zip(("before", "after"), successes, strict=True):
       rows = [
@@ -217,25 +222,35 @@ def test_every_evaluated_run_below_a_folder_is_a_pair(tmp_path, monkeypatch):
 # --- The command.
 
 
-def test_smoke(tmp_path):
-  """A controlled run and an algorithm on its base through the commands, table and plots too."""
-  files = [f"--runs={tmp_path}", f"--results={tmp_path / 'results'}"]
-  chosen = ["--scale=smoke", "--arms=reach,grpo", "--seeds=0"]
-  for command in (["run", *files, *chosen], ["table", files[1]], ["plot", files[1]]):
-    done = subprocess.run(
-      [sys.executable, "-m", f"experiments.finishing.{command[0]}", *command[1:]],
-      cwd=ROOT, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-  names = {path.name for path in (tmp_path / "results").iterdir()}
-  assert names == {
-    "base_0.json", "grpo_0.json", "reach_0.json", "truth.png", "pairs.png", "pass_at_k.png"
+def test_smoke(tmp_path, capsys):
+  """An algorithm on its base through the command, and a controlled run; then table and pictures."""
+  results, cores = tmp_path / "results", tmp_path / "tmp"
+  cores.mkdir()
+  done = subprocess.run(
+    [sys.executable, "-m", "experiments.finishing.run", "--scale=smoke", "--arms=grpo",
+     "--seeds=0", f"--runs={tmp_path}", f"--results={results}"],
+    cwd=ROOT, capture_output=True, text=True, timeout=280,
+    env={**os.environ, "TMPDIR": str(cores)},
+  )  # fmt: skip
+  assert done.returncode == 0, done.stdout + done.stderr
+  saved = {}
+  place = study.Place("reach", 0, "smoke", tmp_path, saved.update, lambda done, total: None)
+  result = run.job(place)
+  assert saved["curve"] == result["curve"]
+  about = {"date": "2026-01-01", "commit": "c", "command": "x"}
+  head = {"paper": "finishing", "arm": "reach", "seed": 0, "complete": True}
+  study.write_json(results / "reach_0.json", {**head, "result": result, "about": about})
+  found = report.read("finishing", results)
+  assert set(found) == {("base", 0), ("grpo", 0), ("reach", 0)}
+  for one in found.values():
+    for at in one["result"].get("splits", []):
+      parts = [at["summary"][part][0] for part in ("finishing", "reliability", "reach")]
+      assert sum(parts) == pytest.approx(at["summary"]["change"][0])
+  assert "only reach" in table.table(found)
+  plot.main(results)
+  assert {path.name for path in results.glob("*.png")} == {
+    "truth.png", "pairs.png", "pass_at_k.png"
   }  # fmt: skip
-  reach = study.read_result(tmp_path / "results" / "reach_0.json")
-  assert reach is not None and reach["complete"]
-  for at in reach["result"]["splits"]:
-    parts = [at["summary"][part][0] for part in ("finishing", "reliability", "reach")]
-    assert sum(parts) == pytest.approx(at["summary"]["change"][0])
 
 
 def test_the_readme_shows_the_committed_results():
