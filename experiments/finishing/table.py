@@ -75,7 +75,7 @@ def verdict(results: Results) -> Verdict:
   word = "refuted" if against else "supported" if supported else "inconclusive"
   effect = f"share of finishing, {len(pairs)} pairs pooled"
   if against:
-    effect = f"refuted by {' and '.join(against)}; {effect}"
+    effect = f"against it: {' and '.join(against)}; {effect}"
   return Verdict(PAPER, CLAIM, word, effect, share, **report.provenance(results))
 
 
@@ -125,7 +125,8 @@ def _rows(pairs: Sequence[Measured], *, pool: bool = False) -> str:
     rows.append((
       name, "both", pairs[0]["budget"], _percent(summary["pass@1 base"]),
       _percent(summary["pass@1 rl"]), *numbers, _percent(summary["finished base"]),
-      _percent(summary["finished rl"]), _share(summary), _survival(survival),
+      _percent(summary["finished rl"]), _share(summary),
+      _survival(survival) if any(one["survival"] for one in pairs) else "-",
     ))  # fmt: skip
   return report.markdown(HEAD, rows) if rows else ""
 
