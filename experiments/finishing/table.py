@@ -41,6 +41,12 @@ def splits(results: Results, arms: Sequence[str], budget: int | None = None) -> 
   return [one for one in found if budget is None or one["budget"] == str(budget)]
 
 
+def distinct(pairs: Sequence[Measured]) -> list[Measured]:
+  """Without pairs that repeat another sample by sample, as two algorithms do where they agree."""
+  found = {(one["set"], one["counts"]["base"], one["counts"]["rl"]): one for one in reversed(pairs)}
+  return [one for one in pairs if one in found.values()]
+
+
 def controls(results: Results) -> list[Measured]:
   """Bases against themselves."""
   found = []
@@ -59,7 +65,7 @@ def survived(pairs: Sequence[Measured]) -> Interval:
 
 
 def verdict(results: Results) -> Verdict:
-  pairs = splits(results, RECIPES, BUDGET)
+  pairs = distinct(splits(results, RECIPES, BUDGET))
   if not pairs:
     return Verdict(PAPER, CLAIM, "not run", **report.provenance(results))
   summary, survival = pooled(pairs), survived(pairs)
@@ -73,7 +79,7 @@ def verdict(results: Results) -> Verdict:
     against.append(f"survival {_ratio(survival)}")
   supported = share is not None and share.low > LEAST_SHARE and reach.high <= MOST_REACH
   word = "refuted" if against else "supported" if supported else "inconclusive"
-  effect = f"share of finishing, {len(pairs)} pairs pooled"
+  effect = f"share of finishing, {len(pairs)} different pairs pooled"
   if against:
     effect = f"against it: {' and '.join(against)}; {effect}"
   return Verdict(PAPER, CLAIM, word, effect, share, **report.provenance(results))
@@ -119,9 +125,10 @@ HEAD = (
 def _rows(pairs: Sequence[Measured], *, pool: bool = False) -> str:
   rows = [_row(one) for one in pairs]
   if pool and pairs:
+    pairs = distinct(pairs)
     summary, survival = pooled(pairs), survived(pairs)
     numbers = [points(summary[name]) for name in NUMBERS[:5]]
-    name = f"**{len(pairs)} pairs pooled**"
+    name = f"**{len(pairs)} different pairs pooled**"
     rows.append((
       name, "both", pairs[0]["budget"], _percent(summary["pass@1 base"]),
       _percent(summary["pass@1 rl"]), *numbers, _percent(summary["finished base"]),
@@ -149,7 +156,7 @@ def _row(one: Measured) -> tuple[str, ...]:
 
 
 def _published(results: Results) -> str:
-  pairs = splits(results, RECIPES, BUDGET)
+  pairs = distinct(splits(results, RECIPES, BUDGET))
   if not pairs:
     return ""
   summary, survival = pooled(pairs), survived(pairs)

@@ -160,6 +160,7 @@ def results(*pairs: dict) -> report.Results:
 
 FINISHING = pair((8, 4, 2), (8, 8, 4))  # f 1/2 -> 1, c stays 1/2: all of the change
 RELIABILITY = pair((8, 4, 2), (8, 5, 5))  # f 1/2 -> 5/8, c 1/2 -> 1
+HALF = pair((8, 4, 0), (8, 8, 4))  # c 0 -> 1/2: finishing 1/8, reach 3/8
 REACH = pair((8, 4, 0), (8, 4, 4))  # c 0 -> 1 where the base solved nothing
 
 
@@ -168,8 +169,8 @@ REACH = pair((8, 4, 0), (8, 4, 4))  # c 0 -> 1 where the base solved nothing
   [
     ((FINISHING,), "supported"),
     ((RELIABILITY,), "refuted"),  # a share below one half
-    ((FINISHING,) * 2 + (REACH,) * 4, "refuted"),  # net reach above 2.1 points
-    ((FINISHING,) * 9 + (REACH,), "inconclusive"),  # perhaps above, by the draw of pairs
+    ((FINISHING, REACH), "inconclusive"),  # one reaches, one does not
+    ((HALF,), "refuted"),  # net reach above 2.1 points
     ((FINISHING | {"survival": {"credited": 4, "survived": 1, "share": None}},), "supported"),
     ((FINISHING | {"survival": {"credited": 4, "survived": 2, "share": None}},), "refuted"),
   ],
@@ -179,10 +180,10 @@ def test_the_verdict_follows_the_rule(pairs, expected):
 
 
 def test_the_table_names_its_source_and_pools():
-  text = table.table(results(FINISHING, FINISHING))
-  assert "**2 pairs pooled**" in text
+  text = table.table(results(FINISHING, FINISHING, RELIABILITY))
+  assert "**2 different pairs pooled**" in text  # a repeated pair is shown, and pooled once
   assert "82 % (summary of the study; its text was not available)" in text
-  assert "100% [100%, 100%]" in text
+  assert text.count("100% [100%, 100%]") == 2
 
 
 # --- Recorded samples.
