@@ -43,8 +43,10 @@ def splits(results: Results, arms: Sequence[str], budget: int | None = None) -> 
 
 def distinct(pairs: Sequence[Measured]) -> list[Measured]:
   """Without pairs that repeat another sample by sample, as two algorithms do where they agree."""
-  found = {(one["set"], one["counts"]["base"], one["counts"]["rl"]): one for one in reversed(pairs)}
-  return [one for one in pairs if one in found.values()]
+  found: dict[tuple[str, ...], Measured] = {}
+  for one in pairs:
+    found.setdefault((one["set"], one["counts"]["base"], one["counts"]["rl"]), one)
+  return list(found.values())
 
 
 def controls(results: Results) -> list[Measured]:
