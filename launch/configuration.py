@@ -13,18 +13,22 @@ from launch import command
 
 T = TypeVar("T")
 
+flags.disclaim_key_flags()  # `--help` shows a command's flags, wherever they are defined
+
 
 def define_config() -> flags.FlagHolder:
   """`--config=config:NAME`, then any of `set:PATH=VALUE` and `fiddler:NAME`; or `config_file:PATH`.
 
   NAME is a function of `configs`, or `module.function` of anything that can be imported.
   """
-  return absl_flags.DEFINE_fiddle_config(
+  holder = absl_flags.DEFINE_fiddle_config(
     "config",
     default_module=configs,
     help_string="config:NAME, then any of set:PATH=VALUE and fiddler:NAME; or config_file:PATH",
     allow_imports=True,
   )
+  flags.declare_key_flag("config")
+  return holder
 
 
 def define_workdir() -> flags.FlagHolder[str | None]:

@@ -10,6 +10,7 @@ that all of them see.
 import shutil
 from collections.abc import Sequence
 
+from absl import flags
 from rich.console import Console
 
 from agentrl_jax.analysis.report import report_run
@@ -21,6 +22,7 @@ from launch import command, configuration, processes
 
 CONFIG = configuration.define_config()
 WORKDIR = configuration.define_workdir()
+flags.adopt_module_key_flags(processes)
 
 
 def main(arguments: Sequence[str]) -> int:
