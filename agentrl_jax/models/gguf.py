@@ -213,7 +213,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _sentence_piece(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
-  """Gemma's: spaces are a letter, text is not cut before merging, unknown letters become bytes."""
+  """Gemma's: a space is a letter, text is not cut before merging, unknown letters become bytes."""
   tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
   tokenizer = tokenizers.Tokenizer(
     tokenizers.models.BPE(
@@ -234,13 +234,11 @@ def _sentence_piece(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
 def merges_by_score(
   tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
-  """The pairs that make a token, best score of what they make first; user-defined tokens, which
-  SentencePiece never cuts, before all others.
-  """
+  """The pairs of plain tokens that make a plain token, best score of what they make first."""
   made = {
-    token: (kind != _USER_DEFINED, -score, index)
+    token: (-score, index)
     for index, (token, kind, score) in enumerate(zip(tokens, types, scores, strict=True))
-    if kind in (_NORMAL, _USER_DEFINED)
+    if kind == _NORMAL
   }
   return [
     (token[:cut], token[cut:])
