@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from agentrl_jax.models import checkpoint_files, hf, layers, llama
+from agentrl_jax.models import checkpoint_files, gemma3, hf, hf_config, layers, llama, qwen2, qwen3
 from agentrl_jax.models.checkpoint_files import TensorEntry, TensorFiles, write_tensors
 from agentrl_jax.models.model import initialize
 from agentrl_jax.models.sharding import make_mesh, shardings
@@ -162,6 +162,75 @@ def test_configurations_refused_by_name(saved, changes, message):
   with pytest.raises(ValueError, match=message) as raised:
     hf.load_model(directory)
   assert "config.json" in str(raised.value) and "\n" not in str(raised.value)
+
+
+GEMMA3_CONFIG = gemma3.Config(
+  **{name: value for name, value in vars(CONFIG).items() if name not in ("rope_theta", "tied")},
+  local=(True, False), window=7, query_scalar=9, rope_theta=1e5, local_rope_theta=1e3, tied=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ("family", "config", "changes", "message"),
+  [
+    (qwen2, CONFIG, {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+    (qwen2, CONFIG, {"layer_types": ["sliding_attention"] * 2}, r"\['sliding_attention'\] are not"),
+    (qwen2, CONFIG, {"hidden_act": "relu"}, "hidden_act='relu' is not supported"),
+    (qwen3, CONFIG, {"attention_bias": True}, "attention_bias=True is not supported"),
+    (qwen3, CONFIG, {"surprise": 1}, "surprise=1 is not known to the Qwen3 family"),
+    (gemma3, GEMMA3_CONFIG, {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is"),
+    (gemma3, GEMMA3_CONFIG, {"layer_types": ["full_attention"]}, "expected 2 of"),
+    (gemma3, GEMMA3_CONFIG, {"rope_parameters": {"odd": {}}}, r"rope_parameters \['odd'\] are not"),
+    (
+      gemma3,
+      GEMMA3_CONFIG,
+      {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+      "of sliding_attention is not supported",
+    ),
+  ],
+)
+def test_other_families_write_what_they_read_and_refuse_the_rest(family, config, changes, message):
+  fields = json.loads(json.dumps(family.to_hf(config)))
+  assert family.from_hf(fields).config == config
+  with pytest.raises(ValueError, match=message):
+    family.from_hf(fields | changes)
+
+
+def test_gemma3_configurations_of_both_spellings():
+  """As released in 2025, and as transformers 5 writes them."""
+  older = gemma3.to_hf(GEMMA3_CONFIG)
+  sizes = {k: v for k, v in older.items() if "rope" not in k and k != "layer_types"}
+  older = sizes | {
+    "num_hidden_layers": 4, "sliding_window_pattern": 2, "rope_theta": 5e5,
+    "rope_local_base_freq": 2e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+  }  # fmt: skip
+  newer = sizes | {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+      "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+      "sliding_attention": {"rope_type": "default", "rope_theta": 2e3},
+    },
+  }
+  config = gemma3.from_hf(newer).config
+  assert gemma3.from_hf(older).config == config
+  assert config.rope_scaling == layers.Linear(8.0)
+  assert (config.rope_theta, config.local_rope_theta) == (5e5, 2e3)
+  assert config.local == (True, False, True, False)
+
+
+def test_yarn_attention_factors_by_hand():
+  rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+
+  def factor(**changes):
+    return hf_config.read_scaling(rope | changes, 64).attention_factor
+
+  assert factor() == pytest.approx(0.1 * np.log(4) + 1)
+  assert factor(factor=None) == pytest.approx(0.1 * np.log(64 / 8) + 1)
+  assert factor(attention_factor=0.5) == 0.5
+  expected = (0.2 * np.log(4) + 1) / (0.05 * np.log(4) + 1)
+  assert factor(mscale=2.0, mscale_all_dim=0.5) == pytest.approx(expected)
+  assert factor(factor=0.5) == 1.0
 
 
 @pytest.mark.parametrize(

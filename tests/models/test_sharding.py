@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from agentrl_jax.models import heads, llama, sharding
+from agentrl_jax.models import gemma3, heads, llama, qwen2, sharding
+from agentrl_jax.models.decoder import Config
 from agentrl_jax.models.layers import ones
 from agentrl_jax.models.model import ParamSpec
 
@@ -32,14 +33,67 @@ final_norm              -=576                                        2,304
 total                                                           161,162,496
 """
 
+QWEN2 = qwen2.bind(  # Qwen2.5-0.5B
+  Config(
+    vocab_size=151936, embed=896, ffw=4864, layers=24, heads=14, kv_heads=2, head_dim=64,
+    max_position=32768, rope_theta=1e6, tied=True,
+  )
+)  # fmt: skip
+GEMMA3 = gemma3.bind(  # 270M: one key-value head, which tensor=2 does not divide
+  gemma3.Config(
+    vocab_size=262144, embed=640, ffw=2048, layers=18, heads=4, kv_heads=1, head_dim=256,
+    max_position=32768, local=(*(True,) * 5, False) * 3, window=512, query_scalar=256,
+  )
+)  # fmt: skip
+QWEN2_SNAPSHOT = """
+embedding vocab=151936/tensor, embed=896/fsdp 136,134,656
+layers.attention_norm layers=24, -=896 86,016
+layers.attention.query layers=24, embed=896/fsdp, heads=896/tensor 19,267,584
+layers.attention.key layers=24, embed=896/fsdp, kv_heads=128/tensor 2,752,512
+layers.attention.value layers=24, embed=896/fsdp, kv_heads=128/tensor 2,752,512
+layers.attention.output layers=24, heads=896/tensor, embed=896/fsdp 19,267,584
+layers.attention.query_bias layers=24, heads=896/tensor 43,008
+layers.attention.key_bias layers=24, kv_heads=128/tensor 6,144
+layers.attention.value_bias layers=24, kv_heads=128/tensor 6,144
+layers.mlp_norm layers=24, -=896 86,016
+layers.mlp.gate layers=24, embed=896/fsdp, ffw=4864/tensor 104,595,456
+layers.mlp.up layers=24, embed=896/fsdp, ffw=4864/tensor 104,595,456
+layers.mlp.down layers=24, ffw=4864/tensor, embed=896/fsdp 104,595,456
+final_norm -=896 3,584
+total 494,192,128
+"""
+GEMMA3_SNAPSHOT = """
+embedding vocab=262144/tensor, embed=640/fsdp 167,772,160
+layers.attention_norm layers=18, -=640 46,080
+layers.attention.query layers=18, embed=640/fsdp, heads=1024/tensor 11,796,480
+layers.attention.key layers=18, embed=640/fsdp, kv_heads=256 5,898,240
+layers.attention.value layers=18, embed=640/fsdp, kv_heads=256 5,898,240
+layers.attention.output layers=18, heads=1024/tensor, embed=640/fsdp 11,796,480
+layers.attention.query_norm layers=18, -=256 18,432
+layers.attention.key_norm layers=18, -=256 18,432
+layers.attention_output_norm layers=18, -=640 46,080
+layers.mlp_norm layers=18, -=640 46,080
+layers.mlp.gate layers=18, embed=640/fsdp, ffw=2048/tensor 23,592,960
+layers.mlp.up layers=18, embed=640/fsdp, ffw=2048/tensor 23,592,960
+layers.mlp.down layers=18, ffw=2048/tensor, embed=640/fsdp 23,592,960
+layers.mlp_output_norm layers=18, -=640 46,080
+final_norm -=640 2,560
+total 274,164,224
+"""
+
 
 def words(table):
   return [line.split() for line in table.strip().splitlines()]
 
 
-def test_table_snapshot():
+@pytest.mark.parametrize(
+  ("model", "snapshot"),
+  [(SMOLLM2, SNAPSHOT), (QWEN2, QWEN2_SNAPSHOT), (GEMMA3, GEMMA3_SNAPSHOT)],
+  ids=["smollm2", "qwen2", "gemma3"],
+)
+def test_table_snapshot(model, snapshot):
   mesh = sharding.make_mesh(fsdp=2, tensor=2)
-  assert words(sharding.table(SMOLLM2, mesh)) == words(SNAPSHOT)
+  assert words(sharding.table(model, mesh)) == words(snapshot)
 
 
 def test_heads_are_cut_between_heads_only():

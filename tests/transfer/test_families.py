@@ -72,7 +72,12 @@ def test_the_server_starts_from_an_export_and_takes_a_push(name, sglang_python, 
   original = initialize(model, jax.random.key(0))
   original = jax.tree.map(lambda w: w + jnp.asarray(0.1, w.dtype), original)  # no bias is zero
   save_weights(model, original, tmp_path / "original")
-  options = ServerOptions(tmp_path / "original", python=sglang_python, log=tmp_path / "server.log")
+  options = ServerOptions(
+    tmp_path / "original",
+    start_seconds=900.0,
+    python=sglang_python,
+    log=tmp_path / "server.log",
+  )
   with SGLangServer(options) as server:
     got, _ = score(server)
     want = reference(sglang_python, model, original, tmp_path / "original", tmp_path / "copy")
