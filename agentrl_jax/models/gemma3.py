@@ -35,7 +35,7 @@ class Config:
   max_position: int
   local: tuple[bool, ...]  # for each layer, whether it sees only the window
   window: int  # positions a local layer sees, the query's own included
-  query_scalar: float  # scores are divided by its square root
+  query_scalar: int  # scores are divided by its square root
   rope_theta: float = 1e6  # of global layers, as is the scaling
   rope_scaling: RopeScaling | None = None
   local_rope_theta: float = 10000.0

@@ -24,7 +24,7 @@ SIZES = {
 }  # fmt: skip
 CONFIG = decoder.Config(**SIZES)
 TINY = llama.bind(CONFIG)
-GEMMA3 = gemma3.bind(gemma3.Config(**SIZES, local=(True, False), window=5, query_scalar=3.0))
+GEMMA3 = gemma3.bind(gemma3.Config(**SIZES, local=(True, False), window=5, query_scalar=3))
 FAMILIES = {
   "llama": TINY,
   "qwen2": qwen2.bind(CONFIG),

@@ -27,7 +27,7 @@ MODELS = {
   "qwen2": qwen2.bind(Config(**SIZES)),
   "qwen3": qwen3.bind(Config(**SIZES)),
   "gemma3": gemma3.bind(
-    gemma3.Config(**SIZES, local=(True, False), window=5, query_scalar=20.0, tied=True)
+    gemma3.Config(**SIZES, local=(True, False), window=5, query_scalar=20, tied=True)
   ),
 }
 SHARED = {"qkv_proj.weight": 0, "o_proj.weight": 1, "gate_up_proj.weight": 0, "down_proj.weight": 1}
