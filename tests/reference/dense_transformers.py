@@ -169,7 +169,9 @@ def save_gguf(out: pathlib.Path, path: pathlib.Path) -> None:
   tokens = torch.tensor([ids[3][:24]])
   with torch.no_grad():
     np.savez(out / "gguf.npz", tokens=tokens.numpy(), logp=log_probs(model, tokens).numpy())
-  chat = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+  chat = None  # a base model has no template
+  if tokenizer.chat_template:
+    chat = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
   found = {"texts": TEXTS, "ids": ids, "decoded": [tokenizer.decode(row) for row in ids]}
   found |= {"messages": MESSAGES, "chat": chat, "special": tokenizer.special_tokens_map}
   (out / "gguf.json").write_text(json.dumps(found))
