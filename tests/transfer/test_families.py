@@ -24,7 +24,8 @@ SIZES = {
   "head_dim": 32, "max_position": 512, "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 MODELS = {
-  "qwen2": qwen2.bind(Config(**SIZES)),
+  # SGLang's Qwen2 has no head dimension of its own.
+  "qwen2": qwen2.bind(Config(**SIZES | {"head_dim": 16})),
   "qwen3": qwen3.bind(Config(**SIZES)),
   "gemma3": gemma3.bind(
     gemma3.Config(**SIZES, local=(True, False), window=5, query_scalar=20, tied=True)
@@ -74,7 +75,6 @@ def test_the_server_starts_from_an_export_and_takes_a_push(name, sglang_python, 
   save_weights(model, original, tmp_path / "original")
   options = ServerOptions(
     tmp_path / "original",
-    start_seconds=900.0,
     python=sglang_python,
     log=tmp_path / "server.log",
   )
