@@ -21,6 +21,7 @@ from agentrl_jax.models.heads import (
   value_logits,
 )
 from agentrl_jax.models.model import Model, Weights
+from agentrl_jax.models.remat import Remat, save_everything
 from agentrl_jax.ops.logprobs import previous
 from agentrl_jax.types import TrajectoryBatch
 
@@ -59,21 +60,31 @@ def categorical(*, low: float, high: float, bins: int = 51, own: bool = False) -
   return make
 
 
+def hidden_states(
+  model: Model, weights: Weights, traj: TrajectoryBatch, *, dtype: DTypeLike, remat: Remat
+) -> Float[Array, "B T D"]:
+  """The model's hidden states of a packed batch, before the head."""
+  # Not every family has layers to transform.
+  options = {} if remat is save_everything else {"remat": remat}
+  return model.forward(
+    weights, traj.tokens, traj.sample, traj.position, parent=traj.parent, dtype=dtype, **options
+  )
+
+
 def values(
   model: Model,
   critic: Critic,
   hidden: Float[Array, "B T D"],
   traj: TrajectoryBatch,
   dtype: DTypeLike,
+  remat: Remat = save_everything,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T K"] | None]:
   """V of the state before each token of a trajectory, 0 elsewhere, and a categorical head's logits;
   float32.
   """
   if critic.trunk is not None:
     trunk = jax.tree.map(lambda w: w.astype(dtype), critic.trunk)
-    hidden = model.forward(
-      trunk, traj.tokens, traj.sample, traj.position, parent=traj.parent, dtype=dtype
-    )
+    hidden = hidden_states(model, trunk, traj, dtype=dtype, remat=remat)
   if isinstance(critic.head, ValueHead):
     found, logits = previous(value(critic.head, hidden), traj.sample), None
   else:

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from agentrl_jax.learner.critic import Critic, values
+from agentrl_jax.learner.critic import Critic, hidden_states, values
 from agentrl_jax.learner.rows import split, take
 from agentrl_jax.models.model import Model, Weights
+from agentrl_jax.models.remat import Remat, over_batch, save_everything
 from agentrl_jax.models.sharding import batch_sharding
 from agentrl_jax.ops.logprobs import token_logprobs
 from agentrl_jax.types import PolicyEval, TrajectoryBatch
@@ -26,14 +27,13 @@ def policy_eval(
   *,
   temperature: float,
   dtype: DTypeLike,
+  remat: Remat = save_everything,
 ) -> PolicyEval:
   """Log-prob and entropy (nats, at `temperature`) of every action token; zero elsewhere.
 
   With a critic also the value of the state before every token of a trajectory.
   """
-  hidden = model.forward(
-    weights, traj.tokens, traj.sample, traj.position, parent=traj.parent, dtype=dtype
-  )
+  hidden = hidden_states(model, weights, traj, dtype=dtype, remat=remat)
   logp, entropy = token_logprobs(
     hidden,
     model.unembedding(weights),
@@ -42,7 +42,9 @@ def policy_eval(
     traj.action,
     temperature=temperature,
   )
-  value, logits = (None, None) if critic is None else values(model, critic, hidden, traj, dtype)
+  value, logits = (
+    (None, None) if critic is None else values(model, critic, hidden, traj, dtype, remat)
+  )
   return PolicyEval(logp=logp, entropy=entropy, value=value, value_logits=logits)
 
 
@@ -68,6 +70,8 @@ def make_evaluate(
     token are not computed.
   """
 
+  placed = over_batch(mesh, save_everything)
+
   def evaluate(
     weights: Weights, batch: TrajectoryBatch, critic: Critic | None = None
   ) -> PolicyEval:
@@ -75,7 +79,9 @@ def make_evaluate(
     blocks, count = split(batch, rows, mesh)
 
     def asked(block: TrajectoryBatch) -> PolicyEval:
-      found = policy_eval(model, compute, block, critic, temperature=temperature, dtype=dtype)
+      found = policy_eval(
+        model, compute, block, critic, temperature=temperature, dtype=dtype, remat=placed
+      )
       return dataclasses.replace(found, value_logits=None)  # only a loss asks for them
 
     def silent(block: TrajectoryBatch) -> PolicyEval:

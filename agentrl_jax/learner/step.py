@@ -18,6 +18,7 @@ from agentrl_jax.learner.evaluate import cast, policy_eval
 from agentrl_jax.learner.rows import split, take
 from agentrl_jax.learner.state import TrainState, abstract_state, learned, state_shardings
 from agentrl_jax.models.model import Model, Weights
+from agentrl_jax.models.remat import Remat, over_batch, save_everything
 from agentrl_jax.types import Algorithm, Aux, LossBatch, Metric, Metrics, TrajectoryBatch
 
 PrepareFn = Callable[[TrajectoryBatch, Aux], LossBatch]
@@ -56,6 +57,7 @@ def make_step(
   temperature: float = 1.0,
   dtype: DTypeLike = jnp.float32,
   critic: MakeCritic | None = None,
+  remat: Remat = save_everything,
 ) -> StepFn:
   """One jitted optimizer step; the state that goes in is donated.
 
@@ -70,6 +72,7 @@ def make_step(
     dtype: what the model computes in, cast once a step from the master weights; gradients add up
       in float32.
     critic: what the state's critic was made by, None where it has none.
+    remat: what of each layer is kept for the backward pass, see `models.remat`.
 
   Returns:
     step(state, batch) -> (state, metrics): the loss's own metrics summed over micro-batches, and
@@ -78,9 +81,12 @@ def make_step(
     `skipped`. Micro-batches in which no token has weight are not computed.
   """
   placed = state_shardings(abstract_state(model, optimizer, mesh, critic=critic))
+  layered = over_batch(mesh, remat)
 
   def loss(both: Both, batch: LossBatch) -> tuple[Float[Array, ""], Metrics]:
-    policy = policy_eval(model, both[0], batch.traj, both[1], temperature=temperature, dtype=dtype)
+    policy = policy_eval(
+      model, both[0], batch.traj, both[1], temperature=temperature, dtype=dtype, remat=layered
+    )
     return algorithm.loss(policy, batch)
 
   def gradients_of(both: Both, batch: LossBatch) -> tuple[Both, Float[Array, ""], Metrics]:

@@ -18,18 +18,10 @@ from jaxtyping import Array, Float, Int
 from agentrl_jax.models import attention, layers
 from agentrl_jax.models.layers import RopeScaling
 from agentrl_jax.models.model import Rule, param, unstack
-
-# A transformation of the scanned layer function, such as `functools.partial(jax.checkpoint,
-# policy=...)`.
-Remat = Callable[[Callable[..., Any]], Callable[..., Any]]
+from agentrl_jax.models.remat import Remat, save_everything
 
 # A pair for each layer, keys [rows, K, H, length] and values [rows, K, length, H].
 KeyValueCache = tuple[tuple[Array, Array], ...]
-
-
-def save_everything(function: Callable[..., Any]) -> Callable[..., Any]:
-  """No rematerialisation: every activation of the forward pass is kept for the backward pass."""
-  return function
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from agentrl_jax.models import attention, decoder, hf_config, layers
 from agentrl_jax.models.decoder import DecoderWeights, KeyValueCache
 from agentrl_jax.models.layers import RopeScaling
 from agentrl_jax.models.model import Family, Model, Rule, param, unstack
+from agentrl_jax.models.remat import Remat, save_everything
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +150,7 @@ def forward(
   *,
   parent: Int[Array, "B T"] | None = None,
   dtype: Any = jnp.float32,
-  remat: decoder.Remat = decoder.save_everything,
+  remat: Remat = save_everything,
   matmul: layers.Matmul = layers.matmul,
 ) -> Float[Array, "B T D"]:
   """See `Model.forward`. Both kinds of layer are one scan: which it is, is an input of its body."""

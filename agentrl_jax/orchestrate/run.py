@@ -29,7 +29,7 @@ from agentrl_jax.learner.step import PrepareFn, StepFn, make_prepare, make_step
 from agentrl_jax.losses.readiness import ClipController
 from agentrl_jax.models.checkpoint_files import fingerprint
 from agentrl_jax.models.hf import load_model, load_weights, save_weights
-from agentrl_jax.models.model import Model
+from agentrl_jax.models.model import Model, is_spec, parameter_path
 from agentrl_jax.models.sharding import make_mesh, shardings
 from agentrl_jax.orchestrate import hosts
 from agentrl_jax.orchestrate.engines import EngineContext, Host, require_committed
@@ -140,6 +140,7 @@ async def open_run(
     EngineError: the engine did not start.
   """
   model = load_model(Path(experiment.model))
+  require_architecture(experiment, model)
   async with contextlib.AsyncExitStack() as stack:
     if hosts.leads():
       stack.enter_context(lock(workdir))
@@ -256,6 +257,26 @@ def critic_of(experiment: Experiment) -> MakeCritic | None:
   return experiment.critic if "value" in experiment.algorithm.needs else None
 
 
+def require_architecture(experiment: Experiment, model: Model) -> None:
+  """Raises ValueError if the run was configured, and so planned, for other weights than these."""
+  expected = experiment.architecture
+  if expected is None:
+    return
+
+  def described(m: Model) -> Mapping[str, tuple[int, ...]]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(m.abstract(), is_leaf=is_spec)
+    return {".".join(parameter_path(path)): spec.shape for path, spec in leaves}
+
+  here, planned = described(model), described(expected)
+  wrong = [name for name in planned | here if planned.get(name) != here.get(name)]
+  if wrong:
+    name = wrong[0]
+    raise ValueError(
+      f"{experiment.model} holds {model.family} with {name} {here.get(name)}, the configuration is "
+      f"for {expected.family} with {name} {planned.get(name)}"
+    )
+
+
 def _reference(experiment: Experiment, model: Model, mesh: Mesh) -> Any:
   if "ref_logp" not in experiment.algorithm.needs:
     return None
@@ -276,6 +297,7 @@ def _learner(experiment: Experiment, model: Model, mesh: Mesh) -> Mapping[str, C
       mesh,
       micro_rows=micro_rows,
       critic=critic_of(experiment),
+      remat=experiment.remat,
       **options,
     ),
   }

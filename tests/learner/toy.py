@@ -31,7 +31,9 @@ def abstract(config):
   )
 
 
-def forward(config, weights, tokens, sample, position, *, parent=None, dtype=jnp.float32):
+def forward(
+  config, weights, tokens, sample, position, *, parent=None, dtype=jnp.float32, remat=None
+):
   return (weights.embedding[tokens] * weights.norm[None, None, :]).astype(dtype)
 
 

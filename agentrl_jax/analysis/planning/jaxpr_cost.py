@@ -1,0 +1,322 @@
+"""Products of a traced program, and how often its loops run, before any compiler has seen it.
+
+The jaxpr is walked with the batch's integers in hand: what decides how often a loop runs (ids,
+positions, masks) is computed, everything else stays unknown. So a loop whose bounds are data is
+counted as the data has it, which no compiler can do.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+Known = np.ndarray | None  # None: not known
+SMALL = 1 << 24  # elements of arrays worth computing
+MOST_ITERATIONS = 1 << 20
+
+_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # where primitives that call keep what they call
+
+
+@dataclasses.dataclass
+class Count:
+  """`flops` of products, 2 a multiply-add, over all devices.
+
+  `loops` gives for the path of each loop that depends on data (times entered, iterations in all).
+  """
+
+  flops: float = 0.0
+  loops: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+  unknown: dict[str, None] = dataclasses.field(default_factory=dict)
+
+  def add(self, other: "Count", times: float = 1.0) -> None:
+    self.flops += times * other.flops
+    for path, (entered, iterations) in other.loops.items():
+      before = self.loops.get(path, (0.0, 0.0))
+      self.loops[path] = before[0] + times * entered, before[1] + times * iterations
+    self.unknown |= other.unknown
+
+  def iterations(self, op_name: str) -> float | None:
+    """Mean iterations of the loop that XLA knows by this name; None where it was not met."""
+    entered, iterations = self.loops.get(path_of(op_name), (0.0, 0.0))
+    return iterations / entered if entered else None
+
+
+def path_of(op_name: str) -> str:
+  """A loop's path without what differs between jax's names and XLA's copies of them.
+
+  Kept are loops, named scopes, and whether it belongs to a backward pass or a recomputation.
+  """
+  parts = op_name.split(";")[0].split("/")
+  dropped = {"eval_jaxpr", "checkpoint", "body", "closed_call", "core_call", ""}
+  kept = [p for p in parts if p not in dropped and not re.match(r"(jit|jvp|vmap)\(", p)]
+  return "/".join(re.sub(r"transpose\(.*\)", "transpose", p) for p in kept)
+
+
+def count(closed: Any, values: Sequence[Known]) -> Count:
+  """Counts a `ClosedJaxpr` whose flat arguments are `values`, arrays or None where not known."""
+  total = Count()
+  _run(total, closed.jaxpr, [_small(c) for c in closed.consts], list(values), "")
+  return total
+
+
+def _small(value: Any) -> Known:
+  if not hasattr(value, "dtype") or jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+    return None
+  if np.issubdtype(value.dtype, np.floating) or np.size(value) > SMALL:
+    return None
+  return np.asarray(value) if value.dtype.kind in "biu" else None
+
+
+def _run(
+  total: Count, jaxpr: Any, consts: Sequence[Known], args: Sequence[Known], path: str
+) -> list[Known]:
+  """Walks a jaxpr, adds to `total`, and gives what is known of its results."""
+  known: dict[Any, Known] = dict(zip(jaxpr.constvars, consts, strict=True))
+  known |= dict(zip(jaxpr.invars, args, strict=True))
+
+  def read(variable: Any) -> Known:
+    if isinstance(variable, core.Literal):
+      return _small(np.asarray(variable.val))
+    return known.get(variable)
+
+  for eqn in jaxpr.eqns:
+    inputs = [read(v) for v in eqn.invars]
+    here = "/".join(p for p in (path, str(eqn.source_info.name_stack)) if p)
+    outputs = _equation(total, eqn, inputs, here)
+    known |= {v: out for v, out in zip(eqn.outvars, outputs, strict=True) if out is not None}
+  return [read(v) for v in jaxpr.outvars]
+
+
+def _equation(total: Count, eqn: Any, inputs: list[Known], path: str) -> Sequence[Known]:
+  name = eqn.primitive.name
+  if name == "scan":
+    return _scan(total, eqn, inputs, path)
+  if name == "while":
+    return _while(total, eqn, inputs, path)
+  if name == "cond":
+    return _cond(total, eqn, inputs, path)
+  total.flops += products(eqn)
+  inner = next((eqn.params[key] for key in _CALLS if key in eqn.params), None)
+  if inner is not None:
+    return _call(total, eqn, inner, inputs, path)
+  return _evaluate(eqn, inputs)
+
+
+def products(eqn: Any) -> float:
+  """FLOPs of one equation, 2 a multiply-add, if it is a matrix product or convolution; else 0."""
+  name = eqn.primitive.name
+  if name == "dot_general":
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    left = eqn.invars[0].aval.shape
+    return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[d] for d in contracted)
+  if name in ("ragged_dot", "ragged_dot_general"):
+    rows, width = eqn.invars[0].aval.shape[-2:]
+    return 2.0 * rows * width * eqn.invars[1].aval.shape[-1]
+  if name == "conv_general_dilated":
+    kernel, dims = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"].rhs_spec
+    each = math.prod(kernel) // kernel[dims[0]]
+    return 2.0 * math.prod(eqn.outvars[0].aval.shape) * each
+  return 0.0
+
+
+def _call(total: Count, eqn: Any, inner: Any, inputs: list[Known], path: str) -> Sequence[Known]:
+  """A function called as it is; on a mesh (`shard_map`), by every device, and on unknown parts."""
+  jaxpr, consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, [])
+  once = Count()
+  times = 1.0
+  if eqn.primitive.name == "shard_map":
+    times, inputs = float(eqn.params["mesh"].size), [None] * len(inputs)
+  elif eqn.primitive.name == "pallas_call":
+    grid = eqn.params["grid_mapping"].grid
+    times, inputs = float(math.prod(g for g in grid if isinstance(g, int))), []
+    inputs = [None] * len(jaxpr.invars)
+  name = eqn.params.get("name")
+  if eqn.primitive.name == "remat2" or eqn.primitive.name == "checkpoint":
+    name = None
+  here = f"{path}/jit({name})" if name else path
+  if len(inputs) != len(jaxpr.invars):
+    inputs = [None] * len(jaxpr.invars)
+  found = _run(once, jaxpr, [_small(c) for c in consts], inputs, here)
+  total.add(once, times)
+  return found if times == 1.0 and len(found) == len(eqn.outvars) else [None] * len(eqn.outvars)
+
+
+def _evaluate(eqn: Any, inputs: list[Known]) -> Sequence[Known]:
+  """The results where all arguments are known and the results are small integers or truths."""
+  unknown = [None] * len(eqn.outvars)
+  outs = [v.aval for v in eqn.outvars]
+  if any(i is None for i in inputs) or eqn.effects:
+    return unknown
+  if any(getattr(a, "dtype", None) is None or a.dtype.kind not in "biu" for a in outs):
+    return unknown
+  if any(math.prod(a.shape) > SMALL for a in outs) or eqn.primitive.name in _PLACED:
+    return inputs if len(inputs) == len(outs) and eqn.primitive.name in _PLACED else unknown
+  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    results = eqn.primitive.bind(*inputs, **eqn.params)
+  results = results if eqn.primitive.multiple_results else [results]
+  return [np.asarray(r) for r in results]
+
+
+_PLACED = {"sharding_constraint", "optimization_barrier", "reshard", "mesh_cast", "copy", "copy_p"}
+
+
+def _scan(total: Count, eqn: Any, inputs: list[Known], path: str) -> Sequence[Known]:
+  """Iterations are alike, and counted once, as soon as nothing known changes from one to the next."""
+  params, inner = eqn.params, eqn.params["jaxpr"]
+  consts, carries = params["num_consts"], params["num_carry"]
+  fixed, carry, xs = inputs[:consts], inputs[consts : consts + carries], inputs[consts + carries :]
+  length = params["length"]
+  order = range(length - 1, -1, -1) if params["reverse"] else range(length)
+  here, made = f"{path}/while", []
+  for done, index in enumerate(order):
+    once = Count()
+    slices = [None if x is None else x[index] for x in xs]
+    outs = _run(once, inner.jaxpr, _consts(inner), [*fixed, *carry, *slices], here)
+    changed = [not _same(a, b) for a, b in zip(carry, outs[:carries], strict=True)]
+    carry = outs[:carries]
+    made.append(outs[carries:])
+    if not any(changed) and all(x is None for x in xs):
+      total.add(once, length - done)
+      made += [made[-1]] * (length - done - 1)
+      break
+    total.add(once)
+  if not made:
+    return [*carry, *[None] * (len(eqn.outvars) - carries)]
+  made = made[::-1] if params["reverse"] else made
+  stacked = [
+    None if any(p is None for p in part) else np.stack(part) for part in zip(*made, strict=True)
+  ]
+  return [*carry, *stacked]
+
+
+def _consts(closed: Any) -> list[Known]:
+  return [_small(c) for c in closed.consts]
+
+
+def _same(a: Known, b: Known) -> bool:
+  return (a is None and b is None) or (a is not None and b is not None and np.array_equal(a, b))
+
+
+def _while(total: Count, eqn: Any, inputs: list[Known], path: str) -> Sequence[Known]:
+  """Runs while its condition is known to hold; a loop that is unknown counts once, and is named."""
+  params = eqn.params
+  test, body = params["cond_jaxpr"], params["body_jaxpr"]
+  split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+  of_test, of_body, carry = inputs[: split[0]], inputs[split[0] : split[1]], inputs[split[1] :]
+  here = f"{path}/while"
+  alike = not _depends_on_data(body.jaxpr)
+  each: Count | None = None
+  iterations = 0
+  while True:
+    go_on = _run(Count(), test.jaxpr, _consts(test), [*of_test, *carry], "")[0]
+    if go_on is None or iterations >= MOST_ITERATIONS:
+      return _unknown_while(total, eqn, of_body, iterations, here)
+    if not go_on:
+      break
+    once = Count()
+    carry = _run(once, body.jaxpr, _consts(body), [*of_body, *carry], here)
+    iterations += 1
+    if not alike:
+      total.add(once)
+      continue
+    each = once
+    rest = _remaining(eqn, of_test, of_body, carry)
+    if rest is not None:
+      iterations += rest[0]
+      carry = rest[1]
+      break
+  if each is not None:
+    total.add(each, iterations)
+  total.add(Count(loops={path_of(here): (1.0, float(iterations))}))
+  return carry
+
+
+def _remaining(
+  eqn: Any, of_test: list[Known], of_body: list[Known], carry: list[Known]
+) -> tuple[int, list[Known]] | None:
+  """The rest of a counting loop, `index < limit` with steps of one, without walking it."""
+  test, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
+  if len(test.eqns) != 1 or test.eqns[0].primitive.name != "lt":
+    return None
+  sides = []
+  for variable in test.eqns[0].invars:
+    if isinstance(variable, core.Literal):
+      sides.append((None, np.asarray(variable.val)))
+      continue
+    place = list(test.invars).index(variable) - len(of_test)
+    sides.append((place, carry[place] if place >= 0 else of_test[place]))
+  (place, index), (_, limit) = sides
+  if place is None or place < 0 or index is None or limit is None:
+    return None
+  out = body.outvars[place]
+  made = next((e for e in body.eqns if out in e.outvars), None)
+  if (
+    made is None
+    or made.primitive.name != "add"
+    or made.invars[0] != body.invars[len(of_body) + place]
+  ):
+    return None
+  if not isinstance(made.invars[1], core.Literal) or made.invars[1].val != 1:
+    return None
+  rest = max(0, int(limit) - int(index))
+  kept = [
+    c if body.outvars[i] is body.invars[len(of_body) + i] else None for i, c in enumerate(carry)
+  ]
+  kept[place] = np.asarray(limit)
+  return rest, kept
+
+
+def _unknown_while(
+  total: Count, eqn: Any, of_body: list[Known], done: int, path: str
+) -> Sequence[Known]:
+  body = eqn.params["body_jaxpr"]
+  carry = [None] * (len(body.jaxpr.invars) - len(of_body))
+  if not done:
+    once = Count()
+    _run(once, body.jaxpr, _consts(body), [*of_body, *carry], path)
+    total.add(once)
+  total.unknown[path_of(path)] = None
+  return carry
+
+
+def _depends_on_data(jaxpr: Any) -> bool:
+  """Whether a loop or branch inside may differ from one run of `jaxpr` to the next."""
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name in ("while", "cond"):
+      return True
+    for value in eqn.params.values():
+      for inner in value if isinstance(value, (list, tuple)) else (value,):
+        inner = getattr(inner, "jaxpr", inner)
+        if hasattr(inner, "eqns") and _depends_on_data(inner):
+          return True
+  return False
+
+
+def _cond(total: Count, eqn: Any, inputs: list[Known], path: str) -> Sequence[Known]:
+  """The branch that is taken; where that is unknown, the one with most products."""
+  branches, (index, *args) = eqn.params["branches"], inputs
+  chosen = range(len(branches)) if index is None else [min(int(index), len(branches) - 1)]
+  tried = []
+  for i in chosen:
+    once = Count()
+    outs = _run(once, branches[i].jaxpr, _consts(branches[i]), args, f"{path}/cond/branch_{i}_fun")
+    tried.append((once, outs))
+  once, outs = max(tried, key=lambda pair: pair[0].flops)
+  total.add(once)
+  return outs if len(tried) == 1 else [None] * len(eqn.outvars)
+
+
+def known_leaves(tree: Any) -> list[Known]:
+  """The leaves of arguments as `count` takes them: integer and bool numpy arrays, None else."""
+  leaves = jax.tree.leaves(tree)
+  return [_small(x) if isinstance(x, np.ndarray | np.generic) else None for x in leaves]
+
+
+def mean_iterations(counts: Count) -> Mapping[str, float]:
+  """Mean iterations of every loop that depends on data, by its path."""
+  return {path: n / entered for path, (entered, n) in counts.loops.items() if entered}
