@@ -1,5 +1,6 @@
 """Where the sampler's copy of the weights and its cache lie: as the weights it was given lay."""
 
+import math
 from typing import Any
 
 import jax
@@ -16,12 +17,15 @@ def own_copy(weights: Weights) -> Weights:
 
 
 def cache_sharding(weights: Weights, cache: Cache) -> Any:
-  """For cache arrays [rows, K, ...]: heads over `tensor` and rows over `data` where they divide."""
+  """For cache arrays [rows, K, ...]: heads over `tensor`, rows over `data` and `fsdp`, where
+  they divide.
+  """
   sharding = jax.tree.leaves(weights)[0].sharding
   if not isinstance(sharding, NamedSharding):
     return sharding
   rows, heads = jax.tree.leaves(cache)[0].shape[:2]
   sizes = sharding.mesh.shape
-  data = "data" if rows % sizes.get("data", rows + 1) == 0 else None
+  spread = tuple(axis for axis in ("data", "fsdp") if axis in sizes)
+  data = spread if rows % math.prod(sizes[axis] for axis in spread) == 0 else None
   tensor = "tensor" if heads % sizes.get("tensor", heads + 1) == 0 else None
   return NamedSharding(sharding.mesh, PartitionSpec(data, tensor))

@@ -27,7 +27,7 @@ _COLLECTIVES = (
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """One kind over one set of mesh axes. `nbytes` is what a device sends to others in all `count`."""
+  """One kind over one set of mesh axes. `nbytes` is what a device sends to others, all together."""
 
   kind: str
   axes: str
@@ -101,7 +101,7 @@ def _walk(state: _Count, computation: str, times: float, *, memory: bool) -> Non
     if opcode == "conditional":
       _walk_dearest(state, instruction, times)
       continue
-    state.flops += times * products(instruction, inside, state.program)
+    state.flops += times * products(instruction, inside)
     if memory:
       state.nbytes += times * _traffic(state, instruction, inside)
     _collective(state, instruction, inside, computation, times)
@@ -127,11 +127,8 @@ def _walk_dearest(state: _Count, instruction: Instruction, times: float) -> None
       setattr(state, field, getattr(best[1], field))
 
 
-def products(
-  instruction: Instruction, inside: Mapping[str, Instruction], program: Program
-) -> float:
+def products(instruction: Instruction, inside: Mapping[str, Instruction]) -> float:
   """FLOPs of a matrix product or convolution, 2 for each multiply-add; 0 for anything else."""
-  del program
   if instruction.opcode == "dot":
     left = inside[instruction.operands[0]].shapes[0]
     contracted = _numbers(instruction.attributes, "lhs_contracting_dims")

@@ -67,9 +67,8 @@ def count(closed: Any, values: Sequence[Known]) -> Count:
 def _small(value: Any) -> Known:
   if not hasattr(value, "dtype") or jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
     return None
-  if np.issubdtype(value.dtype, np.floating) or np.size(value) > SMALL:
-    return None
-  return np.asarray(value) if value.dtype.kind in "biu" else None
+  small = np.size(value) <= SMALL and value.dtype.kind in "biuf"
+  return np.asarray(value) if small else None
 
 
 def _run(
@@ -147,28 +146,33 @@ def _call(total: Count, eqn: Any, inner: Any, inputs: list[Known], path: str) ->
 
 
 def _evaluate(eqn: Any, inputs: list[Known]) -> Sequence[Known]:
-  """The results where all arguments are known and the results are small integers or truths."""
+  """The results, where all arguments are known and the results are small and no computed floats."""
   unknown = [None] * len(eqn.outvars)
   outs = [v.aval for v in eqn.outvars]
   if any(i is None for i in inputs) or eqn.effects:
     return unknown
-  if any(getattr(a, "dtype", None) is None or a.dtype.kind not in "biu" for a in outs):
+  if eqn.primitive.name in _PLACED:
+    return inputs
+  kinds = "biuf" if eqn.primitive.name in _MOVED else "biu"
+  if any(getattr(a, "dtype", None) is None or a.dtype.kind not in kinds for a in outs):
     return unknown
-  if any(math.prod(a.shape) > SMALL for a in outs) or eqn.primitive.name in _PLACED:
-    return inputs if len(inputs) == len(outs) and eqn.primitive.name in _PLACED else unknown
+  if any(math.prod(a.shape) > SMALL for a in outs):
+    return unknown
   with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
     results = eqn.primitive.bind(*inputs, **eqn.params)
   results = results if eqn.primitive.multiple_results else [results]
   return [np.asarray(r) for r in results]
 
 
-_PLACED = {"sharding_constraint", "optimization_barrier", "reshard", "mesh_cast", "copy", "copy_p"}
+_PLACED = {"sharding_constraint", "optimization_barrier", "reshard", "copy", "copy_p"}
+# The one float that decides how often a loop runs is a weight that is zero or not.
+_MOVED = {"reshape", "squeeze", "transpose", "slice", "dynamic_slice", "gather"}
 
 
 def _scan(total: Count, eqn: Any, inputs: list[Known], path: str) -> Sequence[Known]:
-  """Iterations are alike, and counted once, as soon as nothing known changes from one to the next."""
+  """Iterations are alike, and one stands for the rest, once nothing known changes any more."""
   params, inner = eqn.params, eqn.params["jaxpr"]
-  consts, carries = params["num_consts"], params["num_carry"]
+  consts, carries = _scan_split(eqn)
   fixed, carry, xs = inputs[:consts], inputs[consts : consts + carries], inputs[consts + carries :]
   length = params["length"]
   order = range(length - 1, -1, -1) if params["reverse"] else range(length)
@@ -192,6 +196,25 @@ def _scan(total: Count, eqn: Any, inputs: list[Known], path: str) -> Sequence[Kn
     None if any(p is None for p in part) else np.stack(part) for part in zip(*made, strict=True)
   ]
   return [*carry, *stacked]
+
+
+def _scan_split(eqn: Any) -> tuple[int, int]:
+  """(constants, carried values) of a scan: what is scanned over has an axis more outside than in.
+
+  Read from ranks, as jax's own names for the numbers change from version to version.
+  """
+  inner = eqn.params["jaxpr"].jaxpr
+
+  def sliced(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    pairs = zip(outside, inside, strict=True)
+    return sum(len(a.aval.shape) > len(b.aval.shape) for a, b in pairs)
+
+  carries = len(inner.outvars) - sliced(eqn.outvars, inner.outvars)
+  return len(inner.invars) - sliced(eqn.invars, inner.invars) - carries, carries
+
+
+def _stack(parts: Sequence[Known]) -> Known:
+  return None if any(part is None for part in parts) else np.stack(parts)  # pyright: ignore
 
 
 def _consts(closed: Any) -> list[Known]:
@@ -312,7 +335,7 @@ def _cond(total: Count, eqn: Any, inputs: list[Known], path: str) -> Sequence[Kn
 
 
 def known_leaves(tree: Any) -> list[Known]:
-  """The leaves of arguments as `count` takes them: integer and bool numpy arrays, None else."""
+  """The leaves of arguments as `count` takes them: numpy arrays, and None for shapes."""
   leaves = jax.tree.leaves(tree)
   return [_small(x) if isinstance(x, np.ndarray | np.generic) else None for x in leaves]
 

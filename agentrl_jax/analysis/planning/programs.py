@@ -1,0 +1,241 @@
+"""A configuration's device programs, traced on shapes alone: evaluate, step, prefill, decode.
+
+The batch is the fullest there can be: every episode ends at the limit of its context, and all its
+tokens but the first were sampled. Its integers are real, so that loops over them can be counted.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from agentrl_jax.analysis.planning.jaxpr_cost import Known, known_leaves
+from agentrl_jax.learner.evaluate import make_evaluate
+from agentrl_jax.learner.rows import rows_per_micro_batch
+from agentrl_jax.learner.state import abstract_state
+from agentrl_jax.learner.step import make_prepare, make_step
+from agentrl_jax.models.model import Model, unstack
+from agentrl_jax.models.sharding import batch_sharding, replicated
+from agentrl_jax.orchestrate.experiment import Experiment
+from agentrl_jax.orchestrate.pack import bucket
+from agentrl_jax.orchestrate.run import critic_of
+from agentrl_jax.sampler.placement import cache_sharding
+from agentrl_jax.sampler.programs import RowState, make_programs
+from agentrl_jax.sampler.schedule import default_buckets
+from agentrl_jax.types import Aux, TrajectoryBatch
+
+PROGRAMS = ("evaluate", "step", "prefill", "decode")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+  """What of the embedded engine decides its programs, as `orchestrate.engines.embedded` says it."""
+
+  slots: int
+  dtype: str
+  max_steps: int = 32
+  prefill_tokens: int = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+  """A program ready to lower. `known` are its flat arguments, None where they are unknown;
+  `holds` names which of the run's long-lived arrays are among them.
+  """
+
+  name: str
+  once_per: str
+  trace: Callable[[], Any]
+  known: Sequence[Known]
+  holds: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """All programs of a run, and the bytes a device holds between them, by what they are."""
+
+  programs: tuple[Traced, ...]
+  resident: Mapping[str, int]
+  parameters: int
+  tokens: int  # of a training step
+  rows: int
+
+
+def trace_run(experiment: Experiment, model: Model, mesh: Mesh, sampler: Sampler | None) -> Run:
+  """The programs of one run on a mesh, which may be of devices that do not exist.
+
+  Raises ValueError as the run itself would: sizes that do not fit together.
+  """
+  critic = critic_of(experiment)
+  state = abstract_state(model, experiment.optimizer, mesh, critic=critic)
+  batch = full_batch(experiment, mesh)
+  shaped = _shaped(batch, mesh)
+  options = {"temperature": experiment.temperature, "dtype": jnp.dtype(experiment.dtype)}
+  rows = experiment.batch.micro_rows
+  evaluate = make_evaluate(model, mesh, rows=rows, **options)
+  update = make_step(
+    model, experiment.optimizer, experiment.algorithm, mesh, micro_rows=rows, critic=critic,
+    remat=experiment.remat, **options,
+  )  # fmt: skip
+  loss_batch = _loss_batch(experiment, batch)
+  full = jax.tree.map(lambda x: np.ones(x.shape, np.float32), loss_batch.weight)
+  known_loss = dataclasses.replace(loss_batch, traj=batch, weight=full)
+  if loss_batch.credit.value_weight is not None:
+    credit = dataclasses.replace(loss_batch.credit, value_weight=full)
+    known_loss = dataclasses.replace(known_loss, credit=credit)
+  programs = [
+    Traced(
+      "evaluate", "training step, for each of old and reference policy",
+      lambda: evaluate.trace(state.weights, shaped, state.critic),
+      known_leaves((state.weights, batch, state.critic)), frozenset({"weights", "critic"}),
+    ),
+    Traced(
+      "step", "training step", lambda: update.trace(state, _shaped(loss_batch, mesh)),
+      known_leaves((state, known_loss)), frozenset({"weights", "critic", "optimizer"}),
+    ),
+  ]  # fmt: skip
+  resident = {
+    "weights": bytes_a_device(state.weights),
+    "optimizer": bytes_a_device(state.opt_state),
+  }
+  if critic is not None:
+    resident["critic"] = bytes_a_device(state.critic)
+  if "ref_logp" in experiment.algorithm.needs:
+    resident["reference"] = bytes_a_device(state.weights)
+  if sampler is not None:
+    more, kept = _sampler_programs(experiment, model, mesh, state.weights, sampler)
+    programs += more
+    resident |= kept
+  return Run(
+    programs=tuple(programs),
+    resident=resident,
+    parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(state.weights)),
+    tokens=batch.tokens.size,
+    rows=batch.tokens.shape[0],
+  )
+
+
+def bytes_a_device(tree: Any) -> int:
+  """Bytes on one device of arrays that carry their shardings."""
+  return sum(
+    math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize
+    for x in jax.tree.leaves(tree)
+  )
+
+
+def full_batch(experiment: Experiment, mesh: Mesh) -> TrajectoryBatch:
+  """The fullest batch that the packer can make of a step's episodes, as numpy arrays."""
+  layout, limits = experiment.batch, experiment.limits
+  episodes, size = layout.groups * layout.members, limits.context_tokens
+  in_row = layout.row_length // (size + 1)
+  block = rows_per_micro_batch(layout.micro_rows, mesh)
+  rows = bucket(math.ceil(math.ceil(episodes / in_row) / block)) * block
+  turns = bucket(episodes * math.ceil(size / limits.turn_tokens))
+  shape = rows, layout.row_length
+  column = np.broadcast_to(np.arange(shape[1]), shape)
+  sample = np.arange(rows)[:, None] * in_row + column // (size + 1)
+  inside = (column // (size + 1) < in_row) & (sample < episodes)
+  sample = np.where(inside, sample, -1).astype(np.int32)
+  position = np.where(inside, column % (size + 1), 0).astype(np.int32)
+  action = inside & (position > 0) & (position < size)
+  turn = np.where(action, sample, -1).astype(np.int32)
+  return TrajectoryBatch(
+    tokens=np.zeros(shape, np.int32),
+    position=position,
+    sample=sample,
+    traj=sample,
+    turn=turn,
+    action=action,
+    behavior_logp=np.zeros(shape, np.float32),
+    behavior_version=np.where(action, 0, -1).astype(np.int32),
+    turn_reward=np.zeros(turns, np.float32),
+    turn_traj=np.full(turns, -1, np.int32),
+    traj_group=np.full(bucket(episodes), -1, np.int32),
+    traj_truncated=np.zeros(bucket(episodes), bool),
+    parent=sample if layout.share_prompts else None,
+  )  # pyright: ignore
+
+
+def _loss_batch(experiment: Experiment, batch: TrajectoryBatch) -> Any:
+  per_token = jax.ShapeDtypeStruct(batch.tokens.shape, jnp.float32)
+  needs = experiment.algorithm.needs
+  aux = Aux(
+    old_logp=per_token,  # pyright: ignore
+    ref_logp=per_token if "ref_logp" in needs else None,  # pyright: ignore
+    value=per_token if "value" in needs else None,  # pyright: ignore
+    clip_high=None if experiment.clip is None else jax.ShapeDtypeStruct((), jnp.float32),  # pyright: ignore
+  )
+  return jax.eval_shape(make_prepare(experiment.algorithm), batch, aux)
+
+
+def _shaped(tree: Any, mesh: Mesh) -> Any:
+  """Shapes on the mesh: [B T] arrays as the batch lies, the rest everywhere."""
+  by_rank = {2: batch_sharding(mesh)}
+
+  def shape(x: Any) -> jax.ShapeDtypeStruct:
+    sharding = by_rank.get(len(x.shape), replicated(mesh))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+  return jax.tree.map(shape, tree)
+
+
+def _sampler_programs(
+  experiment: Experiment, model: Model, mesh: Mesh, weights: Any, sampler: Sampler
+) -> tuple[list[Traced], Mapping[str, int]]:
+  """Prefill of the largest chunk and one decoding step, over all rows at full length."""
+  context, slots = experiment.limits.context_tokens, sampler.slots
+  buckets = default_buckets(slots, context)
+  dtype = jnp.dtype(sampler.dtype)
+  own = jax.eval_shape(unstack, weights)
+  own = own.replace(
+    **{f.name: getattr(weights, f.name) for f in dataclasses.fields(own) if f.name != "layers"},
+    layers=tuple(jax.tree.map(_one_layer, weights.layers) for _ in own.layers),
+  )
+  empty = jax.eval_shape(lambda: model.init_cache(slots, context, dtype))
+  placed = cache_sharding(weights, empty)
+  cache = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), empty)
+  programs = make_programs(model, dtype=dtype, max_steps=sampler.max_steps, sharding=placed)
+  everywhere = replicated(mesh)
+
+  def whole(shape: tuple[int, ...], of: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, of, sharding=everywhere)
+
+  rows, options = whole((slots,)), {"length": context, "whole": True}
+  filled = min(slots, max(1, sampler.prefill_tokens // buckets.chunk[-1]))
+  tokens = whole((slots, buckets.chunk[-1]))
+  each = {"temperature": jnp.float32}
+  state = RowState(
+    **{
+      f.name: whole((slots,), each.get(f.name, jnp.int32)) if f.name != "key" else
+      whole((slots, 2), jnp.uint32)
+      for f in dataclasses.fields(RowState)
+    }
+  )  # fmt: skip
+  table, scalar = whole((4, model.config.vocab_size), jnp.bool_), whole(())
+  held = frozenset({"sampler weights", "sampler cache"})
+  made = [
+    Traced(
+      "prefill", f"{buckets.chunk[-1]} prompt tokens of up to {filled} of {slots} rows",
+      lambda: programs.prefill.trace(own, cache, rows, tokens, tokens, **options),
+      known_leaves((own, cache, rows, tokens, tokens)), held,
+    ),
+    Traced(
+      "decode", f"token of each of {slots} rows",
+      lambda: programs.decode.trace(
+        own, cache, rows, state, table, scalar, scalar, **options
+      ),
+      known_leaves((own, cache, rows, state, table, scalar, scalar)), held,
+    ),
+  ]  # fmt: skip
+  return made, {"sampler weights": bytes_a_device(own), "sampler cache": bytes_a_device(cache)}
+
+
+def _one_layer(stacked: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+  spec = PartitionSpec(*stacked.sharding.spec[1:])  # pyright: ignore
+  sharding = NamedSharding(stacked.sharding.mesh, spec)  # pyright: ignore
+  return jax.ShapeDtypeStruct(stacked.shape[1:], stacked.dtype, sharding=sharding)

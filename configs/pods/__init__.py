@@ -1,0 +1,1 @@
+"""Configurations for pods and nodes of accelerators, each planned: `docs/plans/`."""
