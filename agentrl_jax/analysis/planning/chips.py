@@ -114,7 +114,10 @@ def prepare_process(topology: Topology) -> None:
       f"{topology.name} needs the compiler for {topology.platform.upper()}: "
       f"bash launch/environment.sh --extra=plan-{topology.platform}"
     )
-  os.environ["JAX_PLATFORMS"] = "cpu"
+  import jax
+
+  jax.config.update("jax_platforms", "cpu")  # the environment was read when jax was imported
+  os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # no CUDA library is needed here
   os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no cloud machine is asked what it is
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
   if topology.platform == "cpu":
