@@ -56,6 +56,9 @@ setup(
     ],
     "cuda13": ["jax[cuda13]>=0.10.2"],
     "tpu": ["jax[tpu]>=0.10.2"],
+    # Compilers alone, for launch.plan: no driver, CUDA library or device is needed.
+    "plan-tpu": ["jax[tpu]>=0.10.2"],
+    "plan-gpu": ["jax-cuda13-plugin>=0.10.2", "jax-cuda13-pjrt>=0.10.2"],
     # The server has its own environment: third_party/sglang/install.sh. This is for machines
     # where stock SGLang and its CUDA torch share one environment with the trainer.
     "sglang": ["sglang==0.5.23"],

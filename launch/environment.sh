@@ -12,6 +12,7 @@ usage: bash launch/environment.sh [--python=VERSION] [--dir=DIR] [--extra=NAME]
   --python=VERSION  3.11, 3.12 or 3.13; default: the newest of them that really runs here
   --dir=DIR         where to make it; default: .venv at the repository root
   --extra=NAME      cuda13 or tpu: jax for that accelerator on top of the pins; default: CPU
+                    plan-tpu or plan-gpu: only its compiler, for launch.plan on any machine
 
 Looks for Pythons on PATH, then among pyenv's versions ($PYENV_ROOT or ~/.pyenv). Uses uv if it runs, else
 venv and pip. Anything else that was installed into DIR is lost when the pins change.
@@ -33,8 +34,8 @@ for argument in "$@"; do
     --python=3.11 | --python=3.12 | --python=3.13) wanted=${argument#*=} ;;
     --python=*) fail "--python is '${argument#*=}', expected 3.11, 3.12 or 3.13" ;;
     --dir=?*) dir=$(realpath -m -- "${argument#*=}") ;;
-    --extra=cuda13 | --extra=tpu) extra=${argument#*=} ;;
-    --extra=*) fail "--extra is '${argument#*=}', expected cuda13 or tpu" ;;
+    --extra=cuda13 | --extra=tpu | --extra=plan-tpu | --extra=plan-gpu) extra=${argument#*=} ;;
+    --extra=*) fail "--extra is '${argument#*=}', expected cuda13, tpu, plan-tpu or plan-gpu" ;;
     -h | --help)
       usage
       exit 0
@@ -138,7 +139,11 @@ step="installing this repository"
 install --no-deps --no-build-isolation -e "$root"
 if [[ -n $extra ]]; then
   step="installing jax for $extra"
-  install "jax[$extra]==$("$dir/bin/python" -c 'import importlib.metadata as m; print(m.version("jax"))')"
+  jax=$("$dir/bin/python" -c 'import importlib.metadata as m; print(m.version("jax"))')
+  case $extra in
+    plan-gpu) install --no-deps "jax-cuda13-plugin==$jax" "jax-cuda13-pjrt==$jax" ;;
+    *) install "jax[${extra#plan-}]==$jax" ;;
+  esac
 fi
 step="importing jax and this package"
 (cd / && "$dir/bin/python" -c 'import jax, agentrl_jax')

@@ -175,7 +175,7 @@ def test_two_at_once_install_once(machine):
   ("arguments", "message"),
   [
     (("--python=3.9",), "--python is '3.9', expected 3.11, 3.12 or 3.13"),
-    (("--extra=rocm",), "--extra is 'rocm', expected cuda13 or tpu"),
+    (("--extra=rocm",), "--extra is 'rocm', expected cuda13, tpu, plan-tpu or plan-gpu"),
     (("--dir=",), "unknown argument '--dir='"),
     (("extra",), "unknown argument 'extra'; see --help"),
     (("--python=3.12",), "no Python 3.12 that runs, on PATH or in pyenv"),

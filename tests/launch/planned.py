@@ -1,0 +1,29 @@
+"""Runs small enough to plan in a test, for `--config=config:tests.launch.planned.NAME`."""
+
+import fiddle as fdl
+
+from agentrl_jax.models import llama, remat
+from agentrl_jax.models.model import Model
+from configs import tiny_rl
+
+
+def architecture() -> Model:
+  return llama.bind(
+    llama.Config(
+      vocab_size=256, embed=64, ffw=128, layers=2, heads=4, kv_heads=2, head_dim=16,
+      max_position=256, tied=True,
+    )
+  )  # fmt: skip
+
+
+def small():
+  """16 episodes of 127 tokens on fsdp 4 x tensor 2; no directory is needed."""
+  config = tiny_rl()
+  config.model, config.architecture = "models/absent", fdl.Config(architecture)
+  config.mesh = {"fsdp": 4, "tensor": 2}
+  config.batch.groups, config.batch.members, config.batch.micro_rows = 4, 4, 1
+  config.batch.row_length = 128
+  config.limits.context_tokens = 127
+  config.engine.slots = 8
+  config.remat = remat.save_nothing
+  return config

@@ -1,0 +1,45 @@
+"""`launch.plan` for devices that are not here; and the committed plans of the pods."""
+
+import importlib.util
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.pods import qwen3
+from tests.launch.test_plan import plan
+
+PLANS = Path(__file__).parents[2] / "docs" / "plans"
+PODS = [
+  name for name, made in vars(qwen3).items() if inspect.isfunction(made) and name.startswith("qwen")
+]
+MODULES = {"tpu": "libtpu", "gpu": "jax_cuda13_plugin"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+  ("topology", "needs"),
+  [("v5e:2x4", "tpu"), ("v6e:2x4", "tpu"), ("v5:2x2x2", "tpu"), ("tpu7x:2x2x1", "tpu")]
+  + [("h200:8", "gpu")],
+)
+def test_the_small_run_planned_for_accelerators(topology, needs):
+  if importlib.util.find_spec(MODULES[needs]) is None:
+    pytest.skip(f"no compiler for {topology}: bash launch/environment.sh --extra=plan-{needs}")
+  arguments = ("--config=config:tests.launch.planned.small", "--programs=evaluate,step")
+  done = plan(*arguments, f"--topology={topology}", "--json", timeout=1700)
+  assert done.returncode == 0, done.stderr
+  found = json.loads(done.stdout)
+  assert found["fits"] is True and found["training_step"]["mfu"] > 0
+  for program in found["programs"]:
+    assert 8 * program["flops"] == pytest.approx(program["flops_all"], rel=0.05)
+    assert program["counted_once"] == [] and program["memory"]["temporaries"] > 0
+    assert {"fsdp", "tensor"} <= {c["axes"] for c in program["collectives"]}
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_every_pod_has_its_plan(name):
+  text = (PLANS / f"{name}.txt").read_text()
+  assert "fits, " in text and "DOES NOT FIT" not in text
+  assert f"{name}.txt" in (PLANS / "README.md").read_text()
