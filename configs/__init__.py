@@ -3,12 +3,7 @@
 from configs.algorithms import use_algorithm
 from configs.engines import use_embedded, use_sglang
 from configs.gsm8k import gsm8k
-from configs.pods.qwen3 import (
-  qwen3_4b_h200_8,
-  qwen3_4b_v5e_16,
-  qwen3_14b_h200_8,
-  qwen3_14b_v6e_16,
-)
+from configs.pods.qwen3 import qwen3_4b_h200_8, qwen3_4b_v5e_16
 from configs.quickstart import quickstart
 from configs.tiny import tiny_rl, tiny_sft
 
@@ -17,8 +12,6 @@ __all__ = [
   "quickstart",
   "qwen3_4b_h200_8",
   "qwen3_4b_v5e_16",
-  "qwen3_14b_h200_8",
-  "qwen3_14b_v6e_16",
   "tiny_rl",
   "tiny_sft",
   "use_algorithm",

@@ -51,13 +51,3 @@ def qwen3_4b_v5e_16() -> fdl.Config[Experiment]:
 def qwen3_4b_h200_8() -> fdl.Config[Experiment]:
   """`--topology=h200:8`"""
   return _pod(models.qwen3_4b, "models/qwen3-4b", {"fsdp": 8}, slots=256)
-
-
-def qwen3_14b_v6e_16() -> fdl.Config[Experiment]:
-  """`--topology=v6e:4x4`"""
-  return _pod(models.qwen3_14b, "models/qwen3-14b", {"fsdp": 8, "tensor": 2}, slots=64)
-
-
-def qwen3_14b_h200_8() -> fdl.Config[Experiment]:
-  """`--topology=h200:8`"""
-  return _pod(models.qwen3_14b, "models/qwen3-14b", {"fsdp": 8}, slots=128)

@@ -21,8 +21,13 @@ MODULES = {"tpu": "libtpu", "gpu": "jax_cuda13_plugin"}
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
   ("topology", "needs"),
-  [("v5e:2x4", "tpu"), ("v6e:2x4", "tpu"), ("v5:2x2x2", "tpu"), ("tpu7x:2x2x1", "tpu")]
-  + [("h200:8", "gpu")],
+  [
+    ("v5e:2x4", "tpu"),
+    ("v6e:2x4", "tpu"),
+    ("v5:2x2x2", "tpu"),
+    ("tpu7x:2x2x1", "tpu"),
+    ("h200:8", "gpu"),
+  ],
 )
 def test_the_small_run_planned_for_accelerators(topology, needs):
   if importlib.util.find_spec(MODULES[needs]) is None:
