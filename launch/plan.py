@@ -43,9 +43,9 @@ def experiment_of(flag: flags.FlagHolder) -> tuple[Any, Any]:
   """The experiment without its tasks, which planning does not read, and the sampler's sizes: None
   where rollouts come from a server.
   """
-  from agentrl_jax.analysis.planning.programs import Sampler
   from agentrl_jax.orchestrate import engines
   from agentrl_jax.orchestrate.experiment import Experiment
+  from launch.programs import Sampler
 
   if flag.value is None:
     raise ValueError("--config is missing: for example --config=config:quickstart")
@@ -77,9 +77,9 @@ def planned(experiment: Any, sampler: Any, topology: chips.Topology) -> dict[str
   """{"text", "json", "fits"} of a run. Raises ValueError for a mesh of another size."""
   from agentrl_jax.analysis.planning import estimate as estimates
   from agentrl_jax.analysis.planning import render
-  from agentrl_jax.analysis.planning.programs import PROGRAMS as KNOWN
-  from agentrl_jax.analysis.planning.programs import trace_run
   from agentrl_jax.models import sharding
+  from launch.programs import PROGRAMS as KNOWN
+  from launch.programs import trace_run
 
   unknown = sorted(set(PROGRAMS.value) - set(KNOWN))
   if unknown:

@@ -13,11 +13,12 @@ import jax
 import numpy as np
 import pytest
 
-from agentrl_jax.analysis.planning import chips, estimate, programs
+from agentrl_jax.analysis.planning import chips, estimate
 from agentrl_jax.learner.state import make_state
 from agentrl_jax.models.llama import bind
 from agentrl_jax.models.sharding import make_mesh
 from agentrl_jax.orchestrate.run import require_architecture
+from launch import programs
 from tests.launch.planned import architecture, small
 
 ROOT = Path(__file__).parents[2]

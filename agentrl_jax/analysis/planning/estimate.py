@@ -17,7 +17,7 @@ from jax.errors import JaxRuntimeError
 from agentrl_jax.analysis.planning import hlo, hlo_cost, jaxpr_cost
 from agentrl_jax.analysis.planning.chips import GIB, Chip, Topology
 from agentrl_jax.analysis.planning.hlo_cost import Collective
-from agentrl_jax.analysis.planning.programs import Run, Traced
+from agentrl_jax.analysis.planning.traced import Run, Traced
 
 
 @dataclasses.dataclass(frozen=True)

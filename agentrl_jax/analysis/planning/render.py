@@ -5,7 +5,7 @@ from typing import Any
 
 from agentrl_jax.analysis.planning.chips import GIB, Topology
 from agentrl_jax.analysis.planning.estimate import Estimate, Memory, TrainingStep, gib
-from agentrl_jax.analysis.planning.programs import Run
+from agentrl_jax.analysis.planning.traced import Run
 
 
 def text(

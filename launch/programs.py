@@ -6,7 +6,7 @@ tokens but the first were sampled. Its integers are real, so that loops over the
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from agentrl_jax.analysis.planning.jaxpr_cost import Known, known_leaves
+from agentrl_jax.analysis.planning.jaxpr_cost import known_leaves
+from agentrl_jax.analysis.planning.traced import Run, Traced
 from agentrl_jax.learner.evaluate import make_evaluate
 from agentrl_jax.learner.rows import rows_per_micro_batch
 from agentrl_jax.learner.state import abstract_state
@@ -40,30 +41,6 @@ class Sampler:
   dtype: str
   max_steps: int = 32
   prefill_tokens: int = 4096
-
-
-@dataclasses.dataclass(frozen=True)
-class Traced:
-  """A program ready to lower. `known` are its flat arguments, None where they are unknown;
-  `holds` names which of the run's long-lived arrays are among them.
-  """
-
-  name: str
-  once_per: str
-  trace: Callable[[], Any]
-  known: Sequence[Known]
-  holds: frozenset[str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-  """All programs of a run, and the bytes a device holds between them, by what they are."""
-
-  programs: tuple[Traced, ...]
-  resident: Mapping[str, int]
-  parameters: int
-  tokens: int  # of a training step
-  rows: int
 
 
 def trace_run(experiment: Experiment, model: Model, mesh: Mesh, sampler: Sampler | None) -> Run:
