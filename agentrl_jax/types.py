@@ -75,6 +75,18 @@ class PolicyEval:
 
 
 @flax.struct.dataclass
+class RouterSums:
+  """What a model's L routers did, summed over the positions that are not padding: sums of
+  micro-batches add up to those of the batch. E experts.
+  """
+
+  assigned: Float[Array, "L E"]  # times an expert was chosen; a constant for gradients
+  probability: Float[Array, "L E"]  # what the router gave it, over all experts summing to one
+  squared_log_total: Float[Array, "L"]  # logsumexp(logits)^2
+  tokens: Float[Array, "L"]
+
+
+@flax.struct.dataclass
 class Credit:
   """Who gets what: constants for the loss, zero off the action mask.
 

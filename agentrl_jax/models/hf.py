@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from agentrl_jax.models import gemma3, llama, qwen2, qwen3
+from agentrl_jax.models import gemma3, glm4_moe, llama, qwen2, qwen3, qwen3_moe
 from agentrl_jax.models.checkpoint_files import (
   PathLike,
   TensorEntry,
@@ -27,9 +27,11 @@ from agentrl_jax.models.model import Model, ParamSpec, Rule, Weights, is_spec, p
 
 _ARCHITECTURES: Mapping[str, Callable[[Mapping[str, Any]], Model]] = {
   "Gemma3ForCausalLM": gemma3.from_hf,
+  "Glm4MoeForCausalLM": glm4_moe.from_hf,
   "LlamaForCausalLM": llama.from_hf,
   "Qwen2ForCausalLM": qwen2.from_hf,
   "Qwen3ForCausalLM": qwen3.from_hf,
+  "Qwen3MoeForCausalLM": qwen3_moe.from_hf,
 }
 _DERIVED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints hold and configurations imply
 _COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja")  # tokenizer and generation settings
@@ -120,10 +122,24 @@ def save_weights(
 
 
 def names(rule: Rule, spec: ParamSpec) -> tuple[str, ...]:
-  """The Hugging Face tensors that one array of ours holds, in the order of its leading axis."""
-  if "{layer}" not in rule.name:
-    return (rule.name,)
-  return tuple(rule.name.format(layer=layer) for layer in range(spec.shape[0]))
+  """The Hugging Face tensors that one array of ours holds, in the order of its leading axes."""
+  return tuple(_name(rule, index) for index in indices(rule, spec))
+
+
+def indices(rule: Rule, spec: ParamSpec) -> tuple[tuple[int, ...], ...]:
+  """Where each tensor of `names` lies on the leading axes of our array: (), (layer,) or (layer,
+  expert).
+  """
+  return tuple(np.ndindex(*spec.shape[: _stacked_axes(rule)]))
+
+
+def _stacked_axes(rule: Rule) -> int:
+  return ("{layer}" in rule.name) + ("{expert}" in rule.name)
+
+
+def _name(rule: Rule, index: tuple[int, ...]) -> str:
+  layer, expert = (*index, 0, 0)[:2]
+  return rule.name.format(layer=rule.first_layer + layer, expert=expert)
 
 
 def pairs(model: Model) -> list[tuple[ParamSpec, Rule]]:
@@ -146,6 +162,8 @@ def _check(model: Model, files: TensorFiles) -> None:
     name: _hf_shape(spec, rule) for spec, rule in pairs(model) for name in names(rule, spec)
   }
   found = {name for name in files.names() if not name.endswith(_DERIVED)}
+  for layer in getattr(model.config, "prediction_layers", ()):
+    found = {name for name in found if not name.startswith(f"model.layers.{layer}.")}
   if getattr(model.config, "tied", False):
     found -= {"lm_head.weight"}  # a copy of the embedding that some tied checkpoints hold
   for problem, wrong in (("missing", set(expected) - found), ("unknown", found - set(expected))):
@@ -162,28 +180,29 @@ def _read_box(
   files: TensorFiles, spec: ParamSpec, rule: Rule, index: tuple[slice, ...], dtype: np.dtype
 ) -> np.ndarray:
   """The box `index` of our array, reading only the parts of the Hugging Face tensors inside it."""
-  stacked = "{layer}" in rule.name
-  inner = index[1:] if stacked else index
-  theirs = tuple(inner[axis] for axis in rule.perm)
+  stacked = _stacked_axes(rule)
+  theirs = tuple(index[stacked:][axis] for axis in rule.perm)
   back = tuple(np.argsort(rule.perm))
-  chosen = names(rule, spec)[index[0]] if stacked else names(rule, spec)
-  shape = [len(range(*part.indices(size))) for part, size in zip(index, spec.shape, strict=True)]
-  box = np.empty(shape, dtype)
-  for layer, name in enumerate(chosen):
-    (box[layer] if stacked else box)[...] = files.read(name, theirs).transpose(back)
+  ranges = [range(*part.indices(size)) for part, size in zip(index, spec.shape, strict=True)]
+  box = np.empty([len(part) for part in ranges], dtype)
+  for place in np.ndindex(*box.shape[:stacked]):
+    chosen = tuple(part[i] for part, i in zip(ranges, place, strict=False))
+    box[place] = files.read(_name(rule, chosen), theirs).transpose(back)
   return box
 
 
 def _entries(model: Model, weights: Weights, dtype: np.dtype) -> Iterator[TensorEntry]:
   """Every Hugging Face tensor of the weights, each fetched to the host when its turn comes."""
   for (spec, rule), array in zip(pairs(model), jax.tree.leaves(weights), strict=True):
-    for layer, name in enumerate(names(rule, spec)):
+    stored = np.dtype(np.float32) if rule.float32 else dtype
+    for index in indices(rule, spec):
 
-      def read(array: jax.Array = array, rule: Rule = rule, layer: int = layer) -> np.ndarray:
-        part = array[layer] if "{layer}" in rule.name else array
-        return np.asarray(part).transpose(rule.perm).astype(dtype)
+      def read(
+        array: jax.Array = array, rule: Rule = rule, index: Any = index, stored: np.dtype = stored
+      ) -> np.ndarray:
+        return np.asarray(array[index]).transpose(rule.perm).astype(stored)
 
-      yield TensorEntry(name, _hf_shape(spec, rule), dtype, read)
+      yield TensorEntry(_name(rule, index), _hf_shape(spec, rule), stored, read)
 
 
 def _copy_settings(source: pathlib.Path, target: pathlib.Path) -> dict[str, Any]:

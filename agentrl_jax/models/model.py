@@ -41,14 +41,16 @@ def param(
 class Rule(NamedTuple):
   """How one Hugging Face tensor lies in our tree: rename, stack and transpose, never a computation.
 
-  The tensor `name`, with `{layer}` replaced by l, is our array at `path` taken at index l of its
-  leading axis (the whole array where `name` has no `{layer}`), with its axes permuted: axis i of
-  the Hugging Face tensor is axis `perm[i]` of ours.
+  The tensor `name`, with `{layer}` replaced by `first_layer` + l and `{expert}` by e, is our array
+  at `path` taken at indices l, e of its leading axes (the whole array where `name` has neither),
+  with its axes permuted: axis i of the Hugging Face tensor is axis `perm[i]` of ours.
   """
 
   name: str
   path: tuple[str, ...]
   perm: tuple[int, ...]
+  first_layer: int = 0
+  float32: bool = False  # stored so, whatever the rest of a checkpoint is stored as
 
 
 class Family(NamedTuple):
@@ -65,6 +67,7 @@ class Family(NamedTuple):
   units: Callable[
     [Any], Mapping[str, int]
   ]  # indivisible parts of a logical axis, where not its size
+  forward_routed: Callable[..., tuple[Array, Any]] | None = None  # of a mixture of experts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +123,29 @@ class Model:
     options |= {} if parent is None else {"parent": parent}
     return self.functions.forward(self.config, weights, tokens, sample, position, **options)
 
+  def forward_routed(
+    self,
+    weights: Weights,
+    tokens: Int[Array, "B T"],
+    sample: Int[Array, "B T"],
+    position: Int[Array, "B T"],
+    *,
+    parent: Int[Array, "B T"] | None = None,
+    **options: Any,
+  ) -> tuple[Float[Array, "B T D"], Any]:
+    """`forward`, and what the routers did: a `moe.Routing`, or None of a model without experts.
+
+    Options of `forward` for a mixture of experts, here and there: `replay` [B T L K], the experts
+    to take instead of those that the routers would choose (L its routed layers; -1 where they shall
+    choose), and `experts` (a `moe.ComputeExperts`: `moe.sharded_experts(mesh)` on a mesh).
+    """
+    if self.functions.forward_routed is None:
+      return self.forward(weights, tokens, sample, position, parent=parent, **options), None
+    options |= {} if parent is None else {"parent": parent}
+    return self.functions.forward_routed(
+      self.config, weights, tokens, sample, position, **options
+    )
+
   def unembedding(self, weights: Weights) -> Float[Array, "D V"]:
     """The matrix from hidden states to logits; the transposed embedding where they are tied."""
     return self.functions.unembedding(self.config, weights)
@@ -147,15 +173,21 @@ class Model:
 
 
 def unstack(weights: Weights) -> Weights:
-  """The same weights with `layers` as a tuple of one tree a layer, instead of stacked arrays.
+  """The same weights with `layers` as a tuple of one tree a layer, instead of stacked arrays, and
+  `dense_layers` where a family has those.
 
   `decode` takes both; this form saves it a copy of every layer's weights in every call.
   """
   if isinstance(weights.layers, tuple):
     return weights
-  count = jax.tree.leaves(weights.layers)[0].shape[0]
-  layers = tuple(jax.tree.map(lambda w, i=index: w[i], weights.layers) for index in range(count))
-  return weights.replace(layers=layers)
+
+  def split(stacked: Any) -> tuple[Any, ...]:
+    leaves = jax.tree.leaves(stacked)
+    count = leaves[0].shape[0] if leaves else 0
+    return tuple(jax.tree.map(lambda w, i=index: w[i], stacked) for index in range(count))
+
+  stacks = [name for name in ("dense_layers", "layers") if hasattr(weights, name)]
+  return weights.replace(**{name: split(getattr(weights, name)) for name in stacks})
 
 
 def is_spec(node: Any) -> bool:

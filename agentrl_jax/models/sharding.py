@@ -1,7 +1,7 @@
 """Where each weight and each batch axis lies on the mesh, from one table of logical axes.
 
 Mesh axes: `data` (replicas of the batch), `fsdp` (batch and weights), `context` (positions),
-`tensor` (heads, MLP width, vocabulary), `expert`.
+`tensor` (heads, MLP width, vocabulary), `expert` (batch and experts).
 """
 
 import math
@@ -25,7 +25,7 @@ RULES: Rules = {
   "ffw": "tensor",
   "experts": "expert",
 }
-BATCH = PartitionSpec(("data", "fsdp"), "context")  # of [B T] arrays
+BATCH = PartitionSpec(("data", "fsdp", "expert"), "context")  # of [B T] arrays
 
 
 def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
@@ -83,7 +83,7 @@ def shardings(model: Model, mesh: Mesh, *, rules: Rules = RULES) -> Any:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """For [B T] arrays: rows over data and fsdp, positions over context."""
+  """For [B T] arrays: rows over data, fsdp and expert, positions over context."""
   return NamedSharding(mesh, BATCH)
 
 

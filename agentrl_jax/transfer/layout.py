@@ -70,10 +70,10 @@ def assemblies(
     src = ".".join(rule.path)
     if src not in shapes:
       raise ValueError(f"{rule.name}: its source {src} is not in the weight tree")
-    layers = range(shapes[src][0]) if "{layer}" in rule.name else (None,)
-    for layer in layers:
-      name = rule.name if layer is None else rule.name.replace("{layer}", str(layer))
-      index = () if layer is None else (layer,)
+    stacked = ("{layer}" in rule.name) + ("{expert}" in rule.name)
+    for index in np.ndindex(*shapes[src][:stacked]):
+      layer, expert = (*index, 0, 0)[:2]
+      name = rule.name.format(layer=rule.first_layer + layer, expert=expert)
       made.append(assembly(name, src, shapes[src], index=index, perm=rule.perm))
   return tuple(made)
 

@@ -1,0 +1,98 @@
+"""The GLM-4.5 family (GLM-4.5, GLM-4.5-Air): a few dense layers, then sigmoid routing with a
+correction bias and a shared expert; a part of each head is rotated (GLM-4.5 Team 2025).
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl_jax.models import decoder, hf_config, moe, moe_decoder
+from agentrl_jax.models.model import Family, Model
+from agentrl_jax.models.moe_decoder import Config
+
+_FIXED = {"hidden_act": "silu"}
+_FIELDS = {
+  "attention_bias": "bias",
+  "first_k_dense_replace": "dense_layers",
+  "moe_intermediate_size": "expert_ffw",
+  "n_routed_experts": "experts",
+  "num_nextn_predict_layers": "extra_layers",
+  "use_qk_norm": "query_key_norm",
+}
+_ROUTER = {
+  "n_group": "groups",
+  "norm_topk_prob": "normalized",
+  "num_experts_per_tok": "experts_per_token",
+  "routed_scaling_factor": "scale",
+  "topk_group": "groups_kept",
+}
+_OTHERS = {"n_shared_experts", "partial_rotary_factor"}
+# transformers', where a config.json leaves a field out
+_DEFAULTS = {"num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "use_qk_norm": False}
+
+
+def bind(config: Config) -> Model:
+  """The model of this configuration."""
+  return Model(_FAMILY, config)
+
+
+def from_hf(fields: Mapping[str, Any]) -> Model:
+  """The model of a Hugging Face `config.json`.
+
+  Raises:
+    ValueError: a missing field, or one that is unknown or set to a value not implemented, by name.
+  """
+  fields = _DEFAULTS | dict(fields)
+  rope = dict(fields.get("rope_parameters") or {})
+  fields["partial_rotary_factor"] = rope.pop(
+    "partial_rotary_factor", fields["partial_rotary_factor"]
+  )
+  if rope:
+    fields["rope_parameters"] = rope
+  read = {*_FIELDS, *_ROUTER, *_OTHERS}
+  hf_config.check(fields, "GLM-4.5", fixed=_FIXED, read={*read, "output_router_logits"})
+  missing = sorted(read - set(fields))
+  if missing:
+    raise ValueError(f"config fields {missing} are missing")
+  theta, scaling = hf_config.read_rope(fields)
+  sizes = hf_config.read_sizes(fields)
+  return bind(
+    Config(
+      router=moe.Sigmoid(**{ours: fields[name] for name, ours in _ROUTER.items()}),
+      shared_ffw=fields["n_shared_experts"] * fields["moe_intermediate_size"],
+      rotary_dim=int(sizes["head_dim"] * fields["partial_rotary_factor"]),
+      rope_theta=theta,
+      rope_scaling=scaling,
+      **{ours: fields[name] for name, ours in _FIELDS.items()},
+      **sizes,
+    )
+  )
+
+
+def to_hf(config: Config) -> dict[str, Any]:
+  """The `config.json` of this configuration, spelt as every transformers version reads it."""
+  return {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    **hf_config.write_sizes(config),
+    **hf_config.write_rope(config.rope_theta, config.rope_scaling),
+    **{name: getattr(config, ours) for name, ours in _FIELDS.items()},
+    **{name: getattr(config.router, ours) for name, ours in _ROUTER.items()},
+    "n_shared_experts": config.shared_ffw // config.expert_ffw,
+    "partial_rotary_factor": (config.rotary_dim or config.head_dim) / config.head_dim,
+    **_FIXED,
+  }
+
+
+_FAMILY = Family(
+  name="glm4_moe",
+  abstract=moe_decoder.abstract_grouped_query,
+  forward=functools.partial(moe_decoder.forward, moe_decoder.grouped_query),
+  forward_routed=functools.partial(moe_decoder.forward_routed, moe_decoder.grouped_query),
+  unembedding=decoder.unembedding,
+  init_cache=decoder.init_cache,
+  decode=functools.partial(moe_decoder.decode, moe_decoder.grouped_query),
+  rules=moe_decoder.rules_grouped_query,
+  to_hf=to_hf,
+  units=decoder.units,
+)

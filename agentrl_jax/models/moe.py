@@ -1,0 +1,307 @@
+"""A mixture of experts in place of the MLP: routers, experts computed without dropping a token, and
+where experts lie on a mesh.
+
+A router chooses K of E experts for each token, or is told which (the routing of the engine that
+sampled the tokens, replayed: Ma et al. 2025); weights come from its own logits in either case. Axis
+letters as in `layers`; F is the hidden width of one expert.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from agentrl_jax.models import layers
+from agentrl_jax.models.grouped import grouped_matmul
+from agentrl_jax.models.model import ParamSpec, param
+from agentrl_jax.models.sharding import BATCH, RULES, Rules, partition
+from agentrl_jax.types import RouterSums
+
+NOWHERE = -1  # the expert of padding; in a replayed routing, of a position whose router chooses
+
+
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+  """The K largest probabilities; `normalized` to sum to one, or as they are."""
+
+  experts_per_token: int
+  normalized: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Sigmoid:
+  """The K largest of sigmoid plus a correction that balances load without a loss, within the groups
+  whose two best sum highest; weights are without the correction (DeepSeek-AI 2024, eq. 12-16).
+  """
+
+  experts_per_token: int
+  normalized: bool
+  groups: int
+  groups_kept: int
+  scale: float  # of the weights
+
+
+Router = Softmax | Sigmoid
+
+
+class Choice(NamedTuple):
+  """What a router says of each token."""
+
+  expert: Int[Array, "B T K"]
+  weight: Float[Array, "B T K"]
+  probability: Float[Array, "B T E"]  # sums to one
+
+
+@flax.struct.dataclass
+class Routing:
+  """Beside the hidden states: what the L routers of a model did."""
+
+  sums: RouterSums
+  expert: Int[Array, "B T L K"]  # NOWHERE on padding; can be replayed
+
+
+@flax.struct.dataclass
+class Experts:
+  """E gated MLPs."""
+
+  gate: Float[Array, "E D F"]
+  up: Float[Array, "E D F"]
+  down: Float[Array, "E F D"]
+
+
+@flax.struct.dataclass
+class MoE:
+  router: Float[Array, "D E"]
+  correction: Float[Array, "E"] | None  # of a `Sigmoid` router; its gradient is zero
+  experts: Experts
+  shared: layers.MLP | None  # an expert of every token
+
+  @classmethod
+  def abstract(
+    cls, depth: int, embed: int, ffw: int, *, experts: int, shared_ffw: int, router: Router
+  ) -> "MoE":
+    """Specs of `depth` layers; `shared_ffw` is 0 for no shared expert."""
+
+    def spec(inputs: int, outputs: int, axes: tuple[str, str]) -> Any:
+      shape, axes_ = (depth, experts, inputs, outputs), ("layers", "experts", *axes)
+      return param(shape, axes_, layers.scaled_normal)
+
+    wide = spec(embed, ffw, ("embed", "ffw"))
+    corrected = isinstance(router, Sigmoid)
+    return cls(
+      router=param((depth, embed, experts), ("layers", "embed", None), layers.scaled_normal),
+      correction=param((depth, experts), ("layers", None), layers.zeros) if corrected else None,
+      experts=Experts(gate=wide, up=wide, down=spec(ffw, embed, ("ffw", "embed"))),
+      shared=layers.MLP.abstract(depth, embed, shared_ffw) if shared_ffw else None,
+    )
+
+
+# (experts, x [B T D], expert [B T K] of each token or NOWHERE, weight [B T K]) -> [B T D]
+ComputeExperts = Callable[[Experts, Array, Array, Array], Array]
+
+
+def choose(
+  router: Router,
+  logits: Float[Array, "B T E"],
+  correction: Float[Array, "E"] | None,
+  replay: Int[Array, "B T K"] | None = None,
+) -> Choice:
+  """Experts of each token and their weights.
+
+  Args:
+    replay: the experts to take, in any order; NOWHERE where the router shall choose.
+  """
+  if isinstance(router, Softmax):
+    score = probability = jax.nn.softmax(logits, axis=-1)
+    wanted = score
+  else:
+    assert correction is not None
+    score = jax.nn.sigmoid(logits)
+    probability = score / jnp.sum(score, axis=-1, keepdims=True)
+    wanted = _within_best_groups(score + correction.astype(score.dtype)[None, None], router)
+  # A choice is a constant: the router learns through the weights of what it chose.
+  _, expert = jax.lax.top_k(jax.lax.stop_gradient(wanted), router.experts_per_token)
+  if replay is not None:
+    told = jnp.all(replay != NOWHERE, axis=-1, keepdims=True)
+    expert = jnp.where(told, replay, expert)
+  weight = jnp.take_along_axis(score, expert, axis=-1)
+  if router.normalized:
+    weight = weight / (jnp.sum(weight, axis=-1, keepdims=True) + 1e-20)
+  scale = router.scale if isinstance(router, Sigmoid) else 1.0
+  return Choice(expert, weight * scale, probability)
+
+
+def _within_best_groups(score: Float[Array, "B T E"], router: Sigmoid) -> Float[Array, "B T E"]:
+  """Minus infinity outside the groups kept; groups are contiguous and of equal size."""
+  if router.groups == router.groups_kept:
+    return score
+  grouped = score.reshape(*score.shape[:-1], router.groups, -1)
+  best, _ = jax.lax.top_k(grouped, 2)
+  _, kept = jax.lax.top_k(jnp.sum(best, axis=-1), router.groups_kept)
+  mask = jnp.any(jax.nn.one_hot(kept, router.groups, dtype=bool), axis=-2)
+  return jnp.where(mask[..., None], grouped, -jnp.inf).reshape(score.shape)
+
+
+def moe(
+  router: Router,
+  weights: MoE,
+  x: Float[Array, "B T D"],
+  real: Bool[Array, "B T"],
+  replay: Int[Array, "B T K"] | None,
+  *,
+  compute: ComputeExperts,
+  matmul: layers.Matmul,
+) -> tuple[Float[Array, "B T D"], tuple[RouterSums, Int[Array, "B T K"]]]:
+  """Mixed experts, the sums of this layer (without the layer axis), and the experts taken.
+
+  Router logits are float32. Positions that are not `real` go to no routed expert and count nowhere.
+  """
+  logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), weights.router.astype(jnp.float32))
+  choice = choose(router, logits, weights.correction, replay)
+  expert = jnp.where(real[..., None], choice.expert, NOWHERE)
+  mixed = compute(weights.experts, x, expert, choice.weight)
+  if weights.shared is not None:
+    mixed = mixed + layers.mlp(weights.shared, x, matmul=matmul)
+  return mixed, (_sums(choice.probability, logits, expert, real), expert)
+
+
+def _sums(
+  probability: Float[Array, "B T E"],
+  logits: Float[Array, "B T E"],
+  expert: Int[Array, "B T K"],
+  real: Bool[Array, "B T"],
+) -> RouterSums:
+  squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
+  return RouterSums(
+    assigned=_counts(expert.reshape(-1), logits.shape[-1]).astype(jnp.float32),
+    probability=jnp.sum(jnp.where(real[..., None], probability, 0.0), axis=(0, 1)),
+    squared_log_total=jnp.sum(jnp.where(real, squares, 0.0)),
+    tokens=jnp.sum(real, dtype=jnp.float32),
+  )
+
+
+def _counts(expert: Int[Array, "N"], experts: int) -> Int[Array, "E"]:
+  """How often each expert is named: by comparing, as scattering is slow on accelerators."""
+  named = expert[:, None] == jnp.arange(experts, dtype=expert.dtype)[None]
+  return jnp.sum(named, axis=0, dtype=jnp.int32)
+
+
+def compute_experts(
+  weights: Experts,
+  x: Float[Array, "B T D"],
+  expert: Int[Array, "B T K"],
+  weight: Float[Array, "B T K"],
+) -> Float[Array, "B T D"]:
+  """Each token's experts, weighted and summed; zero where all are NOWHERE.
+
+  Tokens are sorted by expert, so that the work is that of the experts chosen.
+  """
+  experts, count = weights.gate.shape[0], expert.shape[-1]
+  flat = x.reshape(-1, x.shape[-1])
+  last = jnp.where(expert == NOWHERE, experts, expert).reshape(-1)
+  order = jnp.argsort(last)
+  place = jnp.arange(order.shape[0], dtype=order.dtype)
+  back = jnp.zeros_like(order).at[order].set(place, unique_indices=True)
+  sizes = _counts(last, experts)
+  rows = _dispatch(flat, order, back, count)
+  gate = grouped_matmul(rows, weights.gate, sizes)
+  hidden = jax.nn.silu(gate) * grouped_matmul(rows, weights.up, sizes)
+  made = _restore(grouped_matmul(hidden, weights.down, sizes), order, back)
+  made = made.reshape(*expert.shape, -1)
+  summed = jnp.einsum(
+    "btkd,btk->btd", made, weight.astype(x.dtype), preferred_element_type=jnp.float32
+  )
+  return summed.astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _dispatch(
+  x: Float[Array, "N D"], order: Int[Array, "N*K"], back: Int[Array, "N*K"], count: int
+) -> Float[Array, "N*K D"]:
+  """Each row `count` times, in `order`. The gradients here and of `_restore` are gathers by the
+  inverse order, where those of indexing would be scatters.
+  """
+  del back
+  return x[order // count]
+
+
+def _dispatch_backward(count: int, back: Array, grad: Array) -> tuple[Array, None, None]:
+  each = grad[back].reshape(-1, count, grad.shape[-1])
+  return jnp.sum(each, axis=1, dtype=jnp.float32).astype(grad.dtype), None, None
+
+
+_dispatch.defvjp(
+  lambda x, order, back, count: (_dispatch(x, order, back, count), back), _dispatch_backward
+)
+
+
+@jax.custom_vjp
+def _restore(x: Float[Array, "M D"], order: Int[Array, "M"], back: Int[Array, "M"]) -> Array:
+  """The rows as they lay before they were put in `order`."""
+  del order
+  return x[back]
+
+
+_restore.defvjp(
+  lambda x, order, back: (x[back], order), lambda order, grad: (grad[order], None, None)
+)
+
+
+def sharded_experts(mesh: Mesh, *, rules: Rules = RULES) -> ComputeExperts:
+  """`compute_experts` with experts over the mesh axis `expert` and their width over `tensor`.
+
+  Each device gathers the tokens of its expert axis, computes the experts it holds, and the parts
+  are summed and scattered back: no token is dropped and no shape depends on the routing. Rows of
+  the batch lie over that axis too, so that attention is not repeated along it.
+  """
+
+  def spread(weights: Experts) -> Experts:
+    def of(weight: Array, *axes: str) -> Any:
+      return partition(ParamSpec(weight.shape, None, axes, layers.zeros), mesh, rules=rules)
+
+    wide = of(weights.gate, "experts", "embed", "ffw")
+    return Experts(gate=wide, up=wide, down=of(weights.down, "experts", "ffw", "embed"))
+
+  def compute(weights: Experts, x: Array, expert: Array, weight: Array) -> Array:
+    specs = spread(weights)
+    tokens = PartitionSpec(*BATCH, None)
+    run = jax.shard_map(
+      functools.partial(_on_device, specs),
+      mesh=mesh,
+      in_specs=(specs, tokens, tokens, tokens),
+      out_specs=tokens,
+      check_vma=False,
+    )
+    return run(weights, x, expert, weight)
+
+  return compute
+
+
+def _on_device(specs: Experts, weights: Experts, x: Array, expert: Array, weight: Array) -> Array:
+  """What one device of `sharded_experts` does; `specs` say how the whole weights are spread."""
+  experts_axis, embed_axis, width_axis = (*specs.gate, None, None, None)[:3]
+  if embed_axis:
+    gather = functools.partial(jax.lax.all_gather, axis_name=embed_axis, tiled=True)
+    weights = Experts(
+      gate=gather(weights.gate, axis=1),
+      up=gather(weights.up, axis=1),
+      down=gather(weights.down, axis=2),
+    )
+  if experts_axis:
+    gather = functools.partial(jax.lax.all_gather, axis_name=experts_axis, axis=0, tiled=True)
+    x, expert, weight = gather(x), gather(expert), gather(weight)
+    held = weights.gate.shape[0]
+    expert = expert - jax.lax.axis_index(experts_axis) * held
+    expert = jnp.where((expert >= 0) & (expert < held), expert, NOWHERE)
+  made = compute_experts(weights, x, expert, weight)
+  if width_axis:
+    made = jax.lax.psum(made, width_axis)
+  if experts_axis:
+    made = jax.lax.psum_scatter(made, experts_axis, scatter_dimension=0, tiled=True)
+  return made

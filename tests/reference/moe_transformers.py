@@ -1,0 +1,140 @@
+"""Random mixtures of experts by transformers, in float32; run as a script by a Python that has it.
+
+Usage: python moe_transformers.py OUT
+
+OUT/<case>/ holds each model as transformers saves it and OUT/<case>.npz its tokens, log-probs
+[B T V], the weighting of the loss, the gradient of sum(weighting * log-prob of the token) by the
+names of the file, and where the family has one transformers' own load-balance loss.
+"""
+
+import pathlib
+import re
+import sys
+
+import numpy as np
+import torch
+import transformers
+
+SIZES = {
+  "hidden_size": 24,
+  "intermediate_size": 37,
+  "max_position_embeddings": 64,
+  "num_attention_heads": 6,
+  "num_hidden_layers": 2,
+  "num_key_value_heads": 2,
+  "vocab_size": 53,
+  "moe_intermediate_size": 11,
+  "initializer_range": 0.3,
+  "bos_token_id": 1,
+  "eos_token_id": [2, 3],
+}
+QWEN3 = SIZES | {"head_dim": 6, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+GLM4 = SIZES | {
+  "head_dim": 8,
+  "num_hidden_layers": 3,
+  "rope_parameters": {
+    "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5,
+  },
+}  # fmt: skip
+CASES = {
+  "qwen3_moe": ("Qwen3Moe", QWEN3 | {
+    "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True,
+  }),
+  "qwen3_moe_unnormalized": ("Qwen3Moe", QWEN3 | {
+    "num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": False,
+    "tie_word_embeddings": True, "num_hidden_layers": 3, "num_key_value_heads": 1,
+  }),
+  "glm4_moe": ("Glm4Moe", GLM4 | {
+    "n_routed_experts": 5, "num_experts_per_tok": 2, "attention_bias": True,
+    "first_k_dense_replace": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.7,
+  }),
+  "glm4_moe_groups": ("Glm4Moe", GLM4 | {
+    "n_routed_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": False,
+    "n_group": 3, "topk_group": 2, "first_k_dense_replace": 2, "num_hidden_layers": 4,
+    "n_shared_experts": 2, "use_qk_norm": True, "routed_scaling_factor": 1.3,
+    "rope_parameters": GLM4["rope_parameters"] | {"partial_rotary_factor": 0.25},
+  }),
+}  # fmt: skip
+NARROW = {"qwen3_moe_unnormalized", "glm4_moe"}  # stored as bfloat16 in several files
+
+
+def randomize(model) -> None:
+  """What starts at one or zero would hide a mistake."""
+  with torch.no_grad():
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+      if name.endswith("e_score_correction_bias"):
+        value.uniform_(-0.3, 0.3)
+      elif name.endswith("bias"):
+        value.uniform_(-0.5, 0.5)
+      elif name.endswith(("norm.weight", "layernorm.weight")):
+        value.uniform_(0.5, 1.5)
+
+
+def narrow(model) -> None:
+  """To bfloat16, but for the correction biases, which transformers keeps in float32."""
+  kept = {name: value.clone() for name, value in model.named_buffers() if "correction" in name}
+  model.bfloat16()
+  for name, value in kept.items():
+    module, _, field = name.rpartition(".")
+    setattr(model.get_submodule(module), field, value)
+
+
+def gradients(model) -> dict[str, np.ndarray]:
+  """By the names of the file, where each expert has tensors of its own."""
+  found = {}
+  for name, value in model.named_parameters():
+    grad = value.grad
+    if match := re.fullmatch(r"(.*mlp\.experts)\.gate_up_proj", name):
+      for expert, both in enumerate(grad):
+        gate, up = both.chunk(2)
+        found |= {f"{match[1]}.{expert}.gate_proj.weight": gate}
+        found |= {f"{match[1]}.{expert}.up_proj.weight": up}
+    elif match := re.fullmatch(r"(.*mlp\.experts)\.down_proj", name):
+      found |= {f"{match[1]}.{e}.down_proj.weight": part for e, part in enumerate(grad)}
+    else:
+      found[name] = grad
+  return {f"grad:{name}": value.numpy() for name, value in found.items()}
+
+
+def save_case(out: pathlib.Path, name: str, family: str, fields: dict) -> None:
+  torch.manual_seed(len(name))
+  kind = getattr(transformers, f"{family}ForCausalLM")
+  model = kind(getattr(transformers, f"{family}Config")(**fields)).float().eval()
+  randomize(model)
+  if name in NARROW:
+    narrow(model)
+  model.save_pretrained(out / name, max_shard_size="20KB" if name in NARROW else "1GB")
+  # Read back, as a cast to bfloat16 also rounds what is not stored.
+  model = kind.from_pretrained(
+    out / name,
+    dtype=torch.float32,
+    attn_implementation="eager",
+    experts_implementation="eager",
+  ).eval()
+  tokens = torch.randint(0, fields["vocab_size"], (2, 19))
+  weighting = torch.randn(2, 18)
+  balanced = {"output_router_logits": True} if family == "Qwen3Moe" else {}
+  output = model(tokens, **balanced)
+  logp = torch.log_softmax(output.logits.float(), dim=-1)
+  picked = logp[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
+  (weighting * picked).sum().backward()
+  if balanced:
+    balanced = {"load_balance": output.aux_loss.detach().numpy()}
+  np.savez(
+    out / f"{name}.npz",
+    tokens=tokens.numpy(),
+    weighting=weighting.numpy(),
+    logp=logp.detach().numpy(),
+    **balanced,
+    **gradients(model),
+  )
+
+
+def main() -> None:
+  torch.set_num_threads(1)
+  for name, (family, fields) in CASES.items():
+    save_case(pathlib.Path(sys.argv[1]), name, family, fields)
+
+
+if __name__ == "__main__":
+  main()
