@@ -274,7 +274,7 @@ def _blockwise_forward(
       total = total * shrink + jnp.sum(weight, axis=-1, keepdims=True)
       return mixed * shrink + added, total, new_peak
 
-    zeros = jnp.zeros(queries.shape, jnp.float32)
+    zeros = jnp.zeros((*queries.shape[:-1], value.shape[-1]), jnp.float32)
     column = zeros[..., :1]
     mixed, total, peak = jax.lax.fori_loop(
       first[row], row + 1, column_block, (zeros, column, column + _LOW)
@@ -322,10 +322,10 @@ def _blockwise_backward(
       query_grad = jax.lax.dynamic_update_slice_in_dim(query_grad, updated, row * block, 3)
       return query_grad, key_grad, value_grad
 
-    zeros = jnp.zeros(keys.shape, jnp.float32)
+    zeros = (jnp.zeros(keys.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32))
     last = jnp.sum(first <= column)  # query blocks from here on begin after this key block
     query_grad, key_grad, value_grad = jax.lax.fori_loop(
-      column, last, row_block, (query_grad, zeros, zeros)
+      column, last, row_block, (query_grad, *zeros)
     )
     return query_grad, (key_grad, value_grad)
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl_jax.models import decoder, hf_config, moe, moe_decoder
+from agentrl_jax.models import decoder, hf_config, moe_decoder
 from agentrl_jax.models.model import Family, Model
 from agentrl_jax.models.moe_decoder import Config
 
@@ -18,13 +18,6 @@ _FIELDS = {
   "n_routed_experts": "experts",
   "num_nextn_predict_layers": "extra_layers",
   "use_qk_norm": "query_key_norm",
-}
-_ROUTER = {
-  "n_group": "groups",
-  "norm_topk_prob": "normalized",
-  "num_experts_per_tok": "experts_per_token",
-  "routed_scaling_factor": "scale",
-  "topk_group": "groups_kept",
 }
 _OTHERS = {"n_shared_experts", "partial_rotary_factor"}
 # transformers', where a config.json leaves a field out
@@ -49,7 +42,7 @@ def from_hf(fields: Mapping[str, Any]) -> Model:
   )
   if rope:
     fields["rope_parameters"] = rope
-  read = {*_FIELDS, *_ROUTER, *_OTHERS}
+  read = {*_FIELDS, *moe_decoder.SIGMOID_FIELDS, *_OTHERS}
   hf_config.check(fields, "GLM-4.5", fixed=_FIXED, read={*read, "output_router_logits"})
   missing = sorted(read - set(fields))
   if missing:
@@ -58,7 +51,7 @@ def from_hf(fields: Mapping[str, Any]) -> Model:
   sizes = hf_config.read_sizes(fields)
   return bind(
     Config(
-      router=moe.Sigmoid(**{ours: fields[name] for name, ours in _ROUTER.items()}),
+      router=moe_decoder.read_sigmoid(fields),
       shared_ffw=fields["n_shared_experts"] * fields["moe_intermediate_size"],
       rotary_dim=int(sizes["head_dim"] * fields["partial_rotary_factor"]),
       rope_theta=theta,
@@ -77,7 +70,7 @@ def to_hf(config: Config) -> dict[str, Any]:
     **hf_config.write_sizes(config),
     **hf_config.write_rope(config.rope_theta, config.rope_scaling),
     **{name: getattr(config, ours) for name, ours in _FIELDS.items()},
-    **{name: getattr(config.router, ours) for name, ours in _ROUTER.items()},
+    **moe_decoder.write_sigmoid(config.router),
     "n_shared_experts": config.shared_ffw // config.expert_ffw,
     "partial_rotary_factor": (config.rotary_dim or config.head_dim) / config.head_dim,
     **_FIXED,

@@ -115,9 +115,7 @@ def _tiled_product(x: Array, weight: Array, sizes: Array, letters: str) -> Array
     product = jnp.einsum(
       letters, part, weight[of.group[number]], preferred_element_type=jnp.float32
     )
-    return jax.lax.dynamic_update_slice_in_dim(
-      made, product.astype(x.dtype), of.start[number], 0
-    )
+    return jax.lax.dynamic_update_slice_in_dim(made, product.astype(x.dtype), of.start[number], 0)
 
   made = jax.lax.fori_loop(0, of.count, tile, jnp.zeros((rows + block, outputs), x.dtype))
   return _zero_past_the_end(made[:rows], sizes)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from agentrl_jax.models import gemma3, glm4_moe, llama, qwen2, qwen3, qwen3_moe
+from agentrl_jax.models import deepseek_v3, gemma3, glm4_moe, llama, qwen2, qwen3, qwen3_moe
 from agentrl_jax.models.checkpoint_files import (
   PathLike,
   TensorEntry,
@@ -26,6 +26,7 @@ from agentrl_jax.models.checkpoint_files import (
 from agentrl_jax.models.model import Model, ParamSpec, Rule, Weights, is_spec, parameter_path
 
 _ARCHITECTURES: Mapping[str, Callable[[Mapping[str, Any]], Model]] = {
+  "DeepseekV3ForCausalLM": deepseek_v3.from_hf,
   "Gemma3ForCausalLM": gemma3.from_hf,
   "Glm4MoeForCausalLM": glm4_moe.from_hf,
   "LlamaForCausalLM": llama.from_hf,

@@ -79,8 +79,9 @@ def read_sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_sizes(config: Any) -> dict[str, Any]:
-  """The inverse of `read_sizes`."""
-  return {name: getattr(config, ours) for name, ours in (SIZES | OPTIONS).items()}
+  """The inverse of `read_sizes`, of the fields that the family's `Config` has."""
+  names = (SIZES | OPTIONS).items()
+  return {name: getattr(config, ours) for name, ours in names if hasattr(config, ours)}
 
 
 def read_rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:

@@ -142,9 +142,7 @@ class Model:
     if self.functions.forward_routed is None:
       return self.forward(weights, tokens, sample, position, parent=parent, **options), None
     options |= {} if parent is None else {"parent": parent}
-    return self.functions.forward_routed(
-      self.config, weights, tokens, sample, position, **options
-    )
+    return self.functions.forward_routed(self.config, weights, tokens, sample, position, **options)
 
   def unembedding(self, weights: Weights) -> Float[Array, "D V"]:
     """The matrix from hidden states to logits; the transposed embedding where they are tied."""

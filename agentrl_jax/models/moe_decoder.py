@@ -198,9 +198,7 @@ def decode(
     x, normed, kept = _half(attend, config, layer, x, by, mix, matmul)
     if isinstance(layer, DenseLayer):
       return x + layers.mlp(layer.mlp, normed, matmul=matmul), kept
-    mixed, _ = moe.moe(
-      config.router, layer.moe, normed, real, None, compute=experts, matmul=matmul
-    )
+    mixed, _ = moe.moe(config.router, layer.moe, normed, real, None, compute=experts, matmul=matmul)
     return x + mixed, kept
 
   x = weights.embedding[tokens].astype(dtype)
@@ -219,9 +217,7 @@ def grouped_query(
 ) -> tuple[Float[Array, "B T D"], Any]:
   """The attention of `Config`."""
   norm = functools.partial(layers.rms_norm, epsilon=config.norm_epsilon)
-  return layers.attention(
-    weights, x, by, mix, head_dim=config.head_dim, matmul=matmul, norm=norm
-  )
+  return layers.attention(weights, x, by, mix, head_dim=config.head_dim, matmul=matmul, norm=norm)
 
 
 def abstract_grouped_query(config: Config) -> MoEWeights:
@@ -284,3 +280,35 @@ def _layer_rules(
     )
 
   return tuple(rule(name, path) for name, path in places.items())
+
+
+SIGMOID_FIELDS = {  # of a config.json, by the name of ours
+  "n_group": "groups",
+  "norm_topk_prob": "normalized",
+  "num_experts_per_tok": "experts_per_token",
+  "routed_scaling_factor": "scale",
+  "topk_group": "groups_kept",
+}
+
+
+def read_sigmoid(fields: Mapping[str, Any]) -> moe.Sigmoid:
+  """The router that a `config.json` describes.
+
+  Raises:
+    ValueError: experts that do not divide into the groups, or more experts a token than are kept.
+  """
+  router = moe.Sigmoid(**{ours: fields[name] for name, ours in SIGMOID_FIELDS.items()})
+  experts, groups = fields["n_routed_experts"], router.groups
+  if experts % groups:
+    raise ValueError(f"n_routed_experts={experts} is no multiple of n_group={groups}")
+  if router.experts_per_token > experts // groups * router.groups_kept:
+    raise ValueError(
+      f"num_experts_per_tok={router.experts_per_token} exceeds the experts of "
+      f"topk_group={router.groups_kept} groups of {experts // groups}"
+    )
+  return router
+
+
+def write_sigmoid(router: moe.Sigmoid) -> dict[str, Any]:
+  """The inverse of `read_sigmoid`."""
+  return {name: getattr(router, ours) for name, ours in SIGMOID_FIELDS.items()}

@@ -8,6 +8,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "reference" / "dense_transformers.py"
+MOE_SCRIPT = SCRIPT.with_name("moe_transformers.py")
 
 
 @pytest.fixture(scope="session")
@@ -29,12 +30,14 @@ def gguf_file(smollm2: pathlib.Path) -> pathlib.Path:
   return found[0]
 
 
-def run_reference(out: pathlib.Path, *arguments: pathlib.Path) -> pathlib.Path:
+def run_reference(
+  out: pathlib.Path, *arguments: pathlib.Path, script: pathlib.Path = SCRIPT
+) -> pathlib.Path:
   default = ROOT / ".venv-sglang" / "bin" / "python"
   python = os.environ.get("AGENTRL_SGLANG_PYTHON", str(default))
   if not pathlib.Path(python).exists():
     pytest.skip(f"{python} is absent; make it with: bash third_party/sglang/install.sh")
-  command = [python, str(SCRIPT), str(out), *map(str, arguments)]
+  command = [python, str(script), str(out), *map(str, arguments)]
   done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
   assert done.returncode == 0, done.stderr[-2000:]
   return out
@@ -44,6 +47,12 @@ def run_reference(out: pathlib.Path, *arguments: pathlib.Path) -> pathlib.Path:
 def reference(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
   """A directory with the random cases of the script."""
   return run_reference(tmp_path_factory.mktemp("dense"), pathlib.Path("cases"))
+
+
+@pytest.fixture(scope="session")
+def moe_reference(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+  """A directory with the random mixtures of experts of their script."""
+  return run_reference(tmp_path_factory.mktemp("moe"), script=MOE_SCRIPT)
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import pytest
 from agentrl_jax.models import grouped, layers, moe
 from agentrl_jax.models.sharding import BATCH, make_mesh
 from agentrl_jax.ops import routing
+from tests.models.test_dense import assert_same_sums
 from tests.reference import moe as loops
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
@@ -99,7 +100,9 @@ def dots(text):
   for line in text.splitlines():
     if match := re.match(r"\s*(?:ROOT )?%?([\w.-]+) = \w+\[([\d,]*)\]", line):
       sizes[match[1]] = [int(n) for n in match[2].split(",") if n]
-    if match := re.search(r"= \w+\[([\d,]*)\]\S* dot\(%?([\w.-]+), .*lhs_contracting_dims={(\d)}", line):
+    if match := re.search(
+      r"= \w+\[([\d,]*)\]\S* dot\(%?([\w.-]+), .*lhs_contracting_dims={(\d)}", line
+    ):
       out = np.prod([int(n) for n in match[1].split(",")])
       found.append(("/while/body" in line, int(out * sizes[match[2]][int(match[3])])))
   return found
@@ -149,9 +152,7 @@ def test_layer_equals_loops(name):
       expected = expected + loops.mix(token, {0: 1.0}, *shared)
     np.testing.assert_allclose(mixed[row, position], expected, **TOLERANCE)
   assert float(sums.tokens) == len(sets)
-  np.testing.assert_array_equal(
-    sums.assigned, [sum(e in s for s in sets) for e in range(EXPERTS)]
-  )
+  np.testing.assert_array_equal(sums.assigned, [sum(e in s for s in sets) for e in range(EXPERTS)])
   if isinstance(router, moe.Softmax):
     balance, z = loops.router_losses(np.array(logits), sets)
     layer = jax.tree.map(lambda a: a[None], sums)
@@ -189,7 +190,7 @@ def test_router_losses_of_micro_batches_add_up():
   parts = [grad(weights, x[i : i + 1], real[i : i + 1], whole) for i in range(4)]
   np.testing.assert_allclose(sum(part[0][0] for part in parts), value, **TOLERANCE)
   added = jax.tree.map(lambda *a: sum(a), *(part[1] for part in parts))
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **TOLERANCE), added, expected)
+  jax.tree.map(assert_same_sums, added, expected)
   assert np.abs(expected.router).max() > 1e-3
 
 
@@ -209,7 +210,7 @@ def test_replayed_routing(name):
   expected, own = grad(weights, jnp.full((*real.shape, 3), moe.NOWHERE))
   again, back = grad(weights, expected[1][1][..., ::-1])
   np.testing.assert_allclose(again[1][0], expected[1][0], **TOLERANCE)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **TOLERANCE), back, own)
+  jax.tree.map(assert_same_sums, back, own)
 
   told = np.full((*real.shape, 3), moe.NOWHERE)
   told[0, 2] = [5, 0, 3]
@@ -254,4 +255,4 @@ def test_experts_on_a_mesh_equal_those_on_one_device(axes):
   expected = grad(moe.compute_experts)(weights, x)
   placed = jax.device_put(x, jax.NamedSharding(mesh, jax.P(*BATCH, None)))
   found = grad(moe.sharded_experts(mesh))(weights, placed)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **TOLERANCE), found, expected)
+  jax.tree.map(assert_same_sums, found, expected)

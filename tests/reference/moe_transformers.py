@@ -36,6 +36,14 @@ GLM4 = SIZES | {
     "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5,
   },
 }  # fmt: skip
+DEEPSEEK = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"} | {
+  "num_attention_heads": 3, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+  "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+YARN = {
+  "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16,
+  "beta_fast": 2.0, "beta_slow": 0.25, "mscale": 0.7, "mscale_all_dim": 1.3,
+}  # fmt: skip
 CASES = {
   "qwen3_moe": ("Qwen3Moe", QWEN3 | {
     "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True,
@@ -54,8 +62,20 @@ CASES = {
     "n_shared_experts": 2, "use_qk_norm": True, "routed_scaling_factor": 1.3,
     "rope_parameters": GLM4["rope_parameters"] | {"partial_rotary_factor": 0.25},
   }),
+  "deepseek_v3": ("DeepseekV3", DEEPSEEK | {
+    "n_routed_experts": 6, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2,
+    "q_lora_rank": 14, "v_head_dim": 5, "rope_parameters": YARN, "rms_norm_eps": 1e-3,
+  }),
+  "deepseek_v3_direct": ("DeepseekV3", DEEPSEEK | {
+    "n_routed_experts": 5, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "q_lora_rank": None, "v_head_dim": 12, "norm_topk_prob": False, "num_hidden_layers": 3,
+  }),
 }  # fmt: skip
-NARROW = {"qwen3_moe_unnormalized", "glm4_moe"}  # stored as bfloat16 in several files
+NARROW = {
+  "qwen3_moe_unnormalized",
+  "glm4_moe",
+  "deepseek_v3_direct",
+}  # stored as bfloat16 in several files
 
 
 def randomize(model) -> None:
