@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from agentrl_jax.models import decoder, hf_config, layers, moe, moe_decoder
 from agentrl_jax.models.decoder import KeyValueCache
-from agentrl_jax.models.layers import Mix, Rotation
+from agentrl_jax.models.layers import Mix, RopeScaling, Rotation
 from agentrl_jax.models.model import Family, Model, Rule, param
 from agentrl_jax.models.moe_decoder import MoEWeights
 
@@ -41,11 +41,11 @@ class Config:
   max_position: int
   experts: int
   expert_ffw: int
-  router: moe.Router
+  router: moe.Sigmoid
   dense_layers: int
   shared_ffw: int  # hidden width of the shared experts together
   rope_theta: float = 10000.0
-  rope_scaling: layers.RopeScaling | None = None
+  rope_scaling: RopeScaling | None = None
   mscale: float | None = None  # YaRN's: of the rotary embedding over that of all dimensions,
   mscale_all: float | None = None  # which scales the scores
   norm_epsilon: float = 1e-6

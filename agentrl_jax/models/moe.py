@@ -285,7 +285,8 @@ def sharded_experts(mesh: Mesh, *, rules: Rules = RULES) -> ComputeExperts:
 
 def _on_device(specs: Experts, weights: Experts, x: Array, expert: Array, weight: Array) -> Array:
   """What one device of `sharded_experts` does; `specs` say how the whole weights are spread."""
-  experts_axis, embed_axis, width_axis = (*specs.gate, None, None, None)[:3]
+  spread: Any = specs.gate
+  experts_axis, embed_axis, width_axis = (*spread, None, None, None)[:3]
   if embed_axis:
     gather = functools.partial(jax.lax.all_gather, axis_name=embed_axis, tiled=True)
     weights = Experts(

@@ -309,6 +309,7 @@ def read_sigmoid(fields: Mapping[str, Any]) -> moe.Sigmoid:
   return router
 
 
-def write_sigmoid(router: moe.Sigmoid) -> dict[str, Any]:
+def write_sigmoid(router: moe.Router) -> dict[str, Any]:
   """The inverse of `read_sigmoid`."""
+  assert isinstance(router, moe.Sigmoid)
   return {name: getattr(router, ours) for name, ours in SIGMOID_FIELDS.items()}

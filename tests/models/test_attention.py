@@ -209,3 +209,23 @@ def test_memory_of_the_blockwise_form_is_linear_in_length():
     return compiled.memory_analysis().temp_size_in_bytes
 
   assert temporary(4096) <= 2.2 * temporary(2048)
+
+
+def test_values_may_be_narrower_than_queries_and_keys():
+  """Both forms, forward and backward, against values padded to the width of keys."""
+  query, key, value, weight = arrays(3)
+  sample = jnp.zeros((ROWS, LENGTH), jnp.int32)
+
+  def padded(query, key, narrow, sample):
+    return plain(query, key, jnp.pad(narrow, [(0, 0)] * 3 + [(0, 1)]), sample)[..., :2]
+
+  def both(form):
+    def loss(*qkv):
+      mixed = form(*qkv, sample)
+      return jnp.sum(mixed * weight[..., :2]), mixed
+
+    return jax.grad(loss, (0, 1, 2), has_aux=True)(query, key, value[..., :2])
+
+  expected = both(padded)
+  for form in (plain, blockwise):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), both(form), expected)

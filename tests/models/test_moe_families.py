@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from agentrl_jax.models import deepseek_v3, glm4_moe, hf, layers, moe, moe_decoder, qwen3_moe
+from agentrl_jax.models import (
+  deepseek_v3,
+  glm4_moe,
+  hf,
+  layers,
+  moe,
+  moe_decoder,
+  qwen3_moe,
+  sharding,
+)
 from agentrl_jax.models.checkpoint_files import TensorFiles
 from agentrl_jax.models.model import unstack
 from agentrl_jax.models.sharding import batch_sharding, make_mesh, shardings
@@ -64,6 +73,18 @@ DEEPSEEK = deepseek_v3.bind(
 FAMILIES = {"qwen3_moe": QWEN3, "glm4_moe": GLM4, "deepseek_v3": DEEPSEEK}
 
 
+# Experts over their axis, inside them as an MLP is; the router's width and correction are whole.
+SNAPSHOT = """
+dense_layers.mlp.down        layers=1, ffw=24/tensor, embed=16/fsdp                    768
+layers.moe.router            layers=2, embed=16/fsdp, -=4                              256
+layers.moe.correction        layers=2, -=4                                             32
+layers.moe.experts.gate      layers=2, experts=4/expert, embed=16/fsdp, ffw=12/tensor  1,536
+layers.moe.experts.up        layers=2, experts=4/expert, embed=16/fsdp, ffw=12/tensor  1,536
+layers.moe.experts.down      layers=2, experts=4/expert, ffw=12/tensor, embed=16/fsdp  1,536
+layers.moe.shared.gate       layers=2, embed=16/fsdp, ffw=12/tensor                    384
+"""
+
+
 def slow_but(first, names):
   """All of them, the others than `first` outside the default suite."""
   return [name if name in first else pytest.param(name, marks=pytest.mark.slow) for name in names]
@@ -99,19 +120,22 @@ def test_log_probs_and_gradients_equal_transformers(moe_reference, name):
 
 
 def test_packed_rows_equal_separate_ones(moe_reference):
-  """Hidden states, chosen experts and sums; padding is counted nowhere and gets no gradient."""
+  """Hidden states, chosen experts and sums; padding is counted nowhere and gets no gradient. The
+  first five tokens of one sample are a stream of their own that it continues.
+  """
   model, weights, arrays = load(moe_reference, "glm4_moe_groups")
   tokens, sample, position = separate(arrays["tokens"])
   sample = jnp.where(position < jnp.asarray([[11], [7]]), sample, -1)
   expected, alone = jax.jit(model.forward_routed)(weights, tokens, sample, position)
   row = (
     jnp.concatenate([tokens[0, :11], tokens[1, :7], tokens[0, :5]])[None],
-    jnp.asarray([[4] * 11 + [0] * 7 + [-1] * 5], jnp.int32),
+    jnp.asarray([[9] * 5 + [4] * 6 + [0] * 7 + [-1] * 5], jnp.int32),
     jnp.asarray([[*range(11), *range(7), *range(5)]], jnp.int32),
   )
+  parent = jnp.asarray([[9] * 11 + [0] * 7 + [-1] * 5], jnp.int32)
 
   def padding_only(weights):
-    hidden, did = model.forward_routed(weights, *row)
+    hidden, did = model.forward_routed(weights, *row, parent=parent)
     return jnp.sum(hidden[0, 18:, 0] * 0.0), (hidden, did)
 
   gradient, (found, packed) = jax.jit(jax.grad(padding_only, has_aux=True))(weights)
@@ -161,6 +185,12 @@ def test_decode_equals_forward(name):
   assert np.isfinite(found).all()
   for row, length in enumerate(lengths):
     np.testing.assert_allclose(found[row, :length], expected[row, :length], **TOLERANCE)
+
+
+def test_table_snapshot():
+  table = sharding.table(GLM4, make_mesh(expert=2, fsdp=2, tensor=2)).splitlines()
+  lines = {tuple(line.split()) for line in table}
+  assert lines >= {tuple(line.split()) for line in SNAPSHOT.strip().splitlines()}
 
 
 MESHES = [

@@ -36,8 +36,8 @@ GLM4 = SIZES | {
     "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5,
   },
 }  # fmt: skip
-DEEPSEEK = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"} | {
-  "num_attention_heads": 3, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+DEEPSEEK = SIZES | {
+  "num_attention_heads": 3, "num_key_value_heads": 3, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
   "n_shared_experts": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
 YARN = {
