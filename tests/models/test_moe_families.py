@@ -75,12 +75,12 @@ FAMILIES = {"qwen3_moe": QWEN3, "glm4_moe": GLM4, "deepseek_v3": DEEPSEEK}
 
 # Experts over their axis, inside them as an MLP is; the router's width and correction are whole.
 SNAPSHOT = """
-dense_layers.mlp.down        layers=1, ffw=24/tensor, embed=16/fsdp                    768
+dense_layers.mlp.down        layers=1, ffw=24/tensor, embed=16/fsdp                    384
 layers.moe.router            layers=2, embed=16/fsdp, -=4                              256
 layers.moe.correction        layers=2, -=4                                             32
-layers.moe.experts.gate      layers=2, experts=4/expert, embed=16/fsdp, ffw=12/tensor  1,536
-layers.moe.experts.up        layers=2, experts=4/expert, embed=16/fsdp, ffw=12/tensor  1,536
-layers.moe.experts.down      layers=2, experts=4/expert, ffw=12/tensor, embed=16/fsdp  1,536
+layers.moe.experts.gate      layers=2, experts=4/expert, embed=16/fsdp, ffw=12/tensor  768
+layers.moe.experts.up        layers=2, experts=4/expert, embed=16/fsdp, ffw=12/tensor  768
+layers.moe.experts.down      layers=2, experts=4/expert, ffw=12/tensor, embed=16/fsdp  768
 layers.moe.shared.gate       layers=2, embed=16/fsdp, ffw=12/tensor                    384
 """
 

@@ -37,8 +37,8 @@ GLM4 = SIZES | {
   },
 }  # fmt: skip
 DEEPSEEK = SIZES | {
-  "num_attention_heads": 3, "num_key_value_heads": 3, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
-  "n_shared_experts": 1, "first_k_dense_replace": 1,
+  "num_attention_heads": 3, "num_key_value_heads": 3, "kv_lora_rank": 8, "qk_nope_head_dim": 6,
+  "qk_rope_head_dim": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
 YARN = {
   "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16,
