@@ -70,18 +70,18 @@ def chosen(router, weights, x):
 SIZES = [[3, 0, 21, 1, 9], [0, 0, 0, 0, 0], [0, 40, 0, 0, 0], [8, 8, 8, 8, 8]]
 
 
+@jax.jit
+def product_and_gradients(x, weight, sizes, cotangent):
+  made, pullback = jax.vjp(lambda x, w: grouped.grouped_matmul(x, w, sizes), x, weight)
+  return made, *pullback(cotangent)
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_grouped_matmul_and_gradients(sizes):
   """40 rows, of which those past the last group are not multiplied."""
   x, weight, cotangent = normal(1, 40, 5), normal(2, 5, 5, 7), normal(3, 40, 7)
-  counts = jnp.asarray(sizes, jnp.int32)
-
-  @jax.jit
-  def both(x, weight):
-    made, pullback = jax.vjp(lambda x, w: grouped.grouped_matmul(x, w, counts), x, weight)
-    return made, *pullback(jnp.asarray(cotangent))
-
-  made, x_grad, weight_grad = both(x, weight)
+  counts = np.asarray(sizes, np.int32)
+  made, x_grad, weight_grad = product_and_gradients(x, weight, counts, cotangent)
   np.testing.assert_allclose(made, loops.grouped_matmul(x, weight, sizes), **TOLERANCE)
   transposed = weight.transpose(0, 2, 1)
   expected = loops.grouped_matmul(cotangent, transposed, sizes)
@@ -230,11 +230,11 @@ def test_replayed_routing(name):
 
 
 MESHES = [
-  {"expert": 2},
-  {"expert": 2, "fsdp": 2},
-  {"expert": 2, "tensor": 2},
   {"data": 2, "expert": 4},  # does not divide six experts: each device has them all
   {"expert": 3, "context": 2},
+  pytest.param({"expert": 2}, marks=pytest.mark.slow),
+  pytest.param({"expert": 2, "fsdp": 2}, marks=pytest.mark.slow),
+  pytest.param({"expert": 2, "tensor": 2}, marks=pytest.mark.slow),
 ]
 
 

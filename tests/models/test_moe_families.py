@@ -90,7 +90,7 @@ def slow_but(first, names):
   return [name if name in first else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("name", slow_but(["qwen3_moe", "glm4_moe_groups", "deepseek_v3"], CASES))
+@pytest.mark.parametrize("name", slow_but(["qwen3_moe", "deepseek_v3"], CASES))
 def test_log_probs_and_gradients_equal_transformers(moe_reference, name):
   model, weights, arrays = load(moe_reference, name)
   tokens, sample, position = separate(arrays["tokens"])
@@ -120,34 +120,25 @@ def test_log_probs_and_gradients_equal_transformers(moe_reference, name):
 
 
 def test_packed_rows_equal_separate_ones(moe_reference):
-  """Hidden states, chosen experts and sums; padding is counted nowhere and gets no gradient. The
-  first five tokens of one sample are a stream of their own that it continues.
+  """Two samples of which one continues a stream of its own, and padding, which goes to no expert
+  and is counted nowhere.
   """
   model, weights, arrays = load(moe_reference, "glm4_moe_groups")
-  tokens, sample, position = separate(arrays["tokens"])
-  sample = jnp.where(position < jnp.asarray([[11], [7]]), sample, -1)
-  expected, alone = jax.jit(model.forward_routed)(weights, tokens, sample, position)
-  row = (
-    jnp.concatenate([tokens[0, :11], tokens[1, :7], tokens[0, :5]])[None],
-    jnp.asarray([[9] * 5 + [4] * 6 + [0] * 7 + [-1] * 5], jnp.int32),
-    jnp.asarray([[*range(11), *range(7), *range(5)]], jnp.int32),
-  )
+  tokens = jnp.asarray(arrays["tokens"], jnp.int32)
+  packed = jnp.concatenate([tokens[0, :11], tokens[1, :7], tokens[0, :5]])[None]
+  sample = jnp.asarray([[9] * 5 + [4] * 6 + [0] * 7 + [-1] * 5], jnp.int32)
   parent = jnp.asarray([[9] * 11 + [0] * 7 + [-1] * 5], jnp.int32)
-
-  def padding_only(weights):
-    hidden, did = model.forward_routed(weights, *row, parent=parent)
-    return jnp.sum(hidden[0, 18:, 0] * 0.0), (hidden, did)
-
-  gradient, (found, packed) = jax.jit(jax.grad(padding_only, has_aux=True))(weights)
-  for start, stop, origin in [(0, 11, 0), (11, 18, 1)]:
-    length = stop - start
-    np.testing.assert_allclose(found[0, start:stop], expected[origin, :length], **TOLERANCE)
-    own = np.sort(alone.expert[origin, :length], axis=-1)
-    np.testing.assert_array_equal(np.sort(packed.expert[0, start:stop], axis=-1), own)
-  assert np.all(np.asarray(packed.expert[0, 18:]) == moe.NOWHERE)
-  np.testing.assert_array_equal(packed.sums.tokens, [18.0, 18.0])
-  jax.tree.map(assert_same_sums, packed.sums, alone.sums)
-  assert all(np.all(np.asarray(leaf) == 0) for leaf in jax.tree.leaves(gradient))
+  position = jnp.asarray([[*range(11), *range(7), *range(5)]], jnp.int32)
+  forward = jax.jit(model.forward_routed)
+  hidden, did = forward(weights, packed, sample, position, parent=parent)
+  logp = jax.nn.log_softmax(hidden[0] @ model.unembedding(weights), axis=-1)
+  np.testing.assert_allclose(logp[:11], arrays["logp"][0, :11], **TOLERANCE)
+  np.testing.assert_allclose(logp[11:18], arrays["logp"][1, :7], **TOLERANCE)
+  expert = np.asarray(did.expert[0])
+  assert np.all(expert[18:] == moe.NOWHERE)
+  np.testing.assert_array_equal(did.sums.tokens, [18.0, 18.0])
+  counts = [np.bincount(expert[:18, layer].ravel(), minlength=6) for layer in range(2)]
+  np.testing.assert_array_equal(did.sums.assigned, counts)
 
 
 def test_replaying_the_choices_changes_nothing(moe_reference):
@@ -166,7 +157,7 @@ def test_replaying_the_choices_changes_nothing(moe_reference):
   assert changed.tolist() == [[False] * 5 + [True] * 3, [False] * 8]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but(["deepseek_v3"], FAMILIES))
 def test_decode_equals_forward(name):
   """In chunks whose ends are padding for the shorter row."""
   model = FAMILIES[name]
