@@ -14,6 +14,7 @@ import os
 import pathlib
 import statistics
 import time
+from typing import Any
 
 if __name__ == "__main__":
   os.environ["JAX_PLATFORMS"] = "cpu"
@@ -73,7 +74,7 @@ def plan(topology: str, **axes: int) -> None:
   mesh = make_mesh(devices=devices, **axes)
   rows, length, embed, width, experts, each = 4, 1024, 512, 256, 16, 4
 
-  def array(*shape: int, spec: PartitionSpec, dtype: object = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+  def array(*shape: int, spec: PartitionSpec, dtype: Any = jnp.bfloat16) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
   weights, tokens = PartitionSpec("expert"), PartitionSpec(*BATCH, None)
@@ -92,7 +93,8 @@ def plan(topology: str, **axes: int) -> None:
   needed = 2 * rows * length * each * 3 * embed * width
   for name, function, passes in (("forward", compute, 1), ("gradient", jax.grad(loss, (0, 1)), 3)):
     compiled = jax.jit(function).lower(*arguments).compile()
-    flops = compiled.cost_analysis()["flops"] * count
+    analysis: Any = compiled.cost_analysis()
+    flops = analysis["flops"] * count
     print(f"{topology} {axes} {name}: {flops / needed / passes:.3f} of the FLOPs needed")
 
 
