@@ -12,14 +12,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from agentrl_jax.transfer.layout import Assembly, apply, assembly, full, fuse
+from agentrl_jax.transfer.layout import Assembly, apply, assembly, full, fuse, stack
 from agentrl_jax.transfer.plan import Shard, Tensor
+from agentrl_jax.transfer.quantize import Quantization
 
 _FUSED = {
   "qkv_proj": ("q_proj", "k_proj", "v_proj"),
   "gate_up_proj": ("gate_proj", "up_proj"),
 }
+_SHARED = ("k_proj", "v_proj")  # repeated over neighbouring ranks where heads are fewer than ranks
+_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.(\w+)$")
 _ROW_PARALLEL = ("o_proj", "down_proj")  # weights cut along their input axis
+_QUANTIZED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Embeddings, head, norms, routers, a critic's head: everything else must be in one of the lists.
+_KEPT = re.compile(r"embed_tokens|lm_head|norm|layernorm|q_norm|k_norm|gate|value_head|score")
 _VOCAB = ("embed_tokens", "lm_head")
 _VOCAB_PADDING = 64  # sglang/srt/layers/vocab_parallel_embedding.py
 
@@ -31,60 +37,124 @@ class Parameter(NamedTuple):
   axis: int | None
 
 
-def parameters(published: Iterable[Assembly], ranks: int) -> tuple[Parameter, ...]:
+def parameters(
+  published: Iterable[Assembly], ranks: int, *, kv_heads: int | None = None
+) -> tuple[Parameter, ...]:
   """The engine's parameters of a checkpoint whose tensors are made by `published`.
 
+  Args:
+    kv_heads: of the model; ranks beyond them hold repeated ones. None: not fewer than ranks.
   Raises:
     ValueError: naming a tensor that does not divide over `ranks`.
   """
   groups: dict[str, dict[str, Assembly]] = {}
+  experts: dict[tuple[str, str], dict[str, dict[int, Assembly]]] = {}
   for part in published:
+    if found := _EXPERT.match(part.dst):
+      prefix, number, module, kind = found.groups()
+      experts.setdefault((prefix, kind), {}).setdefault(module, {})[int(number)] = part
+      continue
     groups.setdefault(_engine_name(part.dst), {})[_module(part.dst)] = part
+  sharing = max(1, ranks // kv_heads) if kv_heads else 1
   made = []
-  for name, parts in sorted(groups.items()):
+  for name, parts in groups.items():
     members = _FUSED.get(_module(name))
     if members:
       if set(parts) != set(members):
         raise ValueError(f"{name} needs {', '.join(members)}, the checkpoint has {sorted(parts)}")
-      made.append(Parameter(fuse(name, [parts[member] for member in members], ranks), 0))
+      shared = [sharing if member in _SHARED else 1 for member in members]
+      fused = fuse(name, [parts[member] for member in members], ranks, sharing=shared)
+      made.append(Parameter(fused, 0))
       continue
     (part,) = parts.values()
     axis = _axis(part)
     if axis is not None and part.shape[axis] % ranks:
       raise ValueError(f"{name} of shape {part.shape} does not divide over {ranks} ranks")
     made.append(Parameter(part._replace(dst=name), axis))
-  return tuple(made)
+  for (prefix, kind), modules in experts.items():
+    made += _experts(prefix, kind, modules, ranks)
+  return tuple(sorted(made, key=lambda parameter: parameter.assembly.dst))
 
 
-def direct_target(made: Iterable[Parameter], dtype: str, ranks: int) -> tuple[Tensor, ...]:
-  """The target layout of a push into the engine's own parameters."""
+def _experts(
+  prefix: str, kind: str, modules: Mapping[str, Mapping[int, Assembly]], ranks: int
+) -> list[Parameter]:
+  """All experts of a layer as the two parameters that SGLang's fused layer holds: w13 [E, 2 F, D]
+  and w2 [E, D, F].
+  """
+  wanted = ("gate_proj", "up_proj", "down_proj")
+  if set(modules) != set(wanted):
+    raise ValueError(f"{prefix} needs {', '.join(wanted)}, the checkpoint has {sorted(modules)}")
+  stacked = {
+    module: stack(f"{prefix}.{module}", [parts[e] for e in sorted(parts)])
+    for module, parts in modules.items()
+  }
+  w13 = fuse(f"{prefix}.w13_{kind}", [stacked["gate_proj"], stacked["up_proj"]], ranks, axis=1)
+  w2 = stacked["down_proj"]._replace(dst=f"{prefix}.w2_{kind}")
+  if w2.shape[2] % ranks:
+    raise ValueError(f"{w2.dst} of shape {w2.shape} does not divide over {ranks} ranks")
+  return [Parameter(w13, 1), Parameter(w2, 2)]
+
+
+def quantized_weights(published: Iterable[Assembly], how: Quantization) -> dict[str, Quantization]:
+  """Which tensors of a checkpoint are quantised: the matrices of attention, MLPs and experts.
+
+  Biases, and matrices with a side shorter than a block, keep the engine's dtype.
+
+  Raises:
+    ValueError: naming a tensor that is in neither list: none is left as it was by oversight.
+  """
+  found = {}
+  for part in published:
+    module, kind = _module(part.dst), part.dst.rpartition(".")[2]
+    if module in _QUANTIZED and kind == "weight":
+      if how.block is None or all(n >= b for n, b in zip(part.shape, how.block, strict=True)):
+        found[part.dst] = how
+    elif kind != "bias" and not _KEPT.search(module):
+      raise ValueError(f"{part.dst} is neither among what is quantised nor among what is kept")
+  return found
+
+
+def direct_target(
+  made: Iterable[Parameter], dtype: str, ranks: int, replicas: int = 1
+) -> tuple[Tensor, ...]:
+  """The target layout of a push into the engine's own parameters; ranks of replica k follow those
+  of k - 1.
+  """
   return tuple(
     Tensor(
       a.dst,
       a.shape,
       dtype,
-      tuple(Shard(r, _rank_box(a.shape, axis, r, ranks)) for r in range(ranks)),
+      tuple(
+        Shard(replica * ranks + r, _rank_box(a.shape, axis, r, ranks))
+        for replica in range(replicas)
+        for r in range(ranks)
+      ),
     )
     for a, axis in made
   )
 
 
-def expected_checksums(tensors: Mapping[str, np.ndarray], ranks: int) -> tuple[dict[str, str], ...]:
+def expected_checksums(
+  tensors: Mapping[str, np.ndarray], ranks: int, *, kv_heads: int | None = None
+) -> tuple[dict[str, str], ...]:
   """What each rank's `/weights_checker` reports on CPU: 8 bytes of SHA-256 of each parameter.
 
   Args:
     tensors: the whole checkpoint by Hugging Face name, in the engine's dtype.
+    kv_heads: as of `parameters`.
   Returns:
     for each rank, checksum by the engine's parameter name. Vocabularies that the engine pads are
     left out.
   """
-  identity = [assembly(name, name, array.shape) for name, array in tensors.items()]
+  identity, sources = _identity(tensors)
   out: tuple[dict[str, str], ...] = tuple({} for _ in range(ranks))
-  for made, axis in parameters(identity, ranks):
+  for made, axis in parameters(identity, ranks, kv_heads=kv_heads):
     if _module(made.dst) in _VOCAB and made.shape[0] % _VOCAB_PADDING:
       continue
-    single = tensors.get(made.dst)
-    value = apply(made, tensors) if single is None else single
+    single = sources.get(made.dst)
+    value = apply(made, sources) if single is None else single
     for rank in range(ranks):
       if rank and axis is None:
         out[rank][made.dst] = out[0][made.dst]
@@ -93,6 +163,27 @@ def expected_checksums(tensors: Mapping[str, np.ndarray], ranks: int) -> tuple[d
       part = np.ascontiguousarray(value[tuple(slice(*span) for span in box)])
       out[rank][made.dst] = hashlib.sha256(part.reshape(-1).view(np.uint8)).hexdigest()[:16]
   return out
+
+
+def _identity(
+  tensors: Mapping[str, np.ndarray],
+) -> tuple[list[Assembly], dict[str, np.ndarray]]:
+  """Each tensor as an assembly of itself, experts as elements of one source array."""
+  made, sources, stacks = [], {}, {}
+  for name, array in tensors.items():
+    if found := _EXPERT.match(name):
+      prefix, number, module, kind = found.groups()
+      stacks.setdefault(f"{prefix}.{module}.{kind}", {})[int(number)] = (name, array)
+      continue
+    sources[name] = array
+    made.append(assembly(name, name, array.shape))
+  for source, members in stacks.items():
+    sources[source] = np.stack([members[e][1] for e in sorted(members)])
+    made += [
+      assembly(members[e][0], source, sources[source].shape, index=(n,))
+      for n, e in enumerate(sorted(members))
+    ]
+  return made, sources
 
 
 def _rank_box(shape: Sequence[int], axis: int | None, rank: int, ranks: int):
@@ -116,9 +207,9 @@ def _engine_name(name: str) -> str:
 
 
 def _axis(part: Assembly) -> int | None:
-  module, kind = _module(part.dst), part.dst.rpartition(".")[2]
+  module = _module(part.dst)
   if module in _VOCAB:
     return 0
   if module in _ROW_PARALLEL:
-    return 1 if kind == "weight" else None
+    return 1 if len(part.shape) == 2 else None
   return None

@@ -101,32 +101,82 @@ def assembly(
   return Assembly(dst, view if shape is None else tuple(shape), view, (piece,))
 
 
-def fuse(dst: str, parts: Sequence[Assembly], ranks: int) -> Assembly:
-  """Several published tensors as one, row blocks interleaved so that each rank's rows lie together.
+def stack(dst: str, parts: Sequence[Assembly]) -> Assembly:
+  """Several published tensors (experts) as one with a new first axis.
+
+  Raises:
+    ValueError: naming the first part that is not the next index of the same source array.
+  """
+  first = parts[0]
+  (piece,) = first.pieces
+  lead = [axis for axis in range(len(piece.src_box)) if axis not in piece.perm]
+  for n, part in enumerate(parts):
+    (other,) = part.pieces
+    if (part.shape, part.view, other.src, other.perm) != (
+      first.shape, first.view, piece.src, piece.perm,
+    ):  # fmt: skip
+      raise ValueError(f"{dst}: {part.dst} is not made as {first.dst} is")
+    axis = max(lead, key=lambda a: (other.src_box[a][0] - piece.src_box[a][0], a), default=None)
+    want = tuple(
+      (start + n, stop + n) if a == axis else (start, stop)
+      for a, (start, stop) in enumerate(piece.src_box)
+    )
+    if axis is None or other.src_box != want:
+      raise ValueError(f"{dst}: {part.dst} is not element {n} after {first.dst}")
+  start = piece.src_box[axis][0]
+  src_box = tuple(
+    (start, start + len(parts)) if a == axis else span for a, span in enumerate(piece.src_box)
+  )
+  view = (len(parts), *first.view)
+  whole = Piece(piece.src, (axis, *piece.perm), src_box, full(view))
+  return Assembly(dst, (len(parts), *first.shape), view, (whole,))
+
+
+def fuse(
+  dst: str,
+  parts: Sequence[Assembly],
+  ranks: int,
+  *,
+  axis: int = 0,
+  sharing: Sequence[int] | None = None,
+) -> Assembly:
+  """Several published tensors as one, blocks along `axis` interleaved so that each rank's lie
+  together.
 
   Rank r of `ranks` holds [parts[0]_r; parts[1]_r; ...], which is how engines store query, key and
   value (or gate and up) of a tensor-parallel rank in one parameter. Each part is a whole-tensor
-  assembly of one piece whose first axis divides by `ranks`.
+  assembly of one piece whose `axis` divides by `ranks`.
 
+  Args:
+    sharing: for each part, how many neighbouring ranks hold the same rows (1 if None): key-value
+      heads are repeated where there are fewer than ranks.
   Raises:
     ValueError: naming the part that does not divide or whose other axes differ.
   """
   pieces, at = [], 0
+  rest = parts[0].view[:axis] + parts[0].view[axis + 1 :]
   for rank in range(ranks):
-    for part in parts:
+    for part, share in zip(parts, sharing or [1] * len(parts), strict=True):
       (piece,) = part.pieces
-      if part.shape != part.view or part.view[0] % ranks or part.view[1:] != parts[0].view[1:]:
+      size = part.view[axis] * share
+      if (
+        part.shape != part.view
+        or size % ranks
+        or part.view[:axis] + part.view[axis + 1 :] != rest
+        or ranks % share
+      ):
         raise ValueError(
           f"{dst}: {part.dst} of shape {part.shape} does not fuse over {ranks} ranks"
         )
-      rows = part.view[0] // ranks
-      axis, src_box = piece.perm[0], list(piece.src_box)
-      start = src_box[axis][0] + rank * rows
-      src_box[axis] = (start, start + rows)
-      box = ((at, at + rows), *full(part.view[1:]))
-      pieces.append(Piece(piece.src, piece.perm, tuple(src_box), box))
+      rows = size // ranks
+      src_axis, src_box = piece.perm[axis], list(piece.src_box)
+      start = src_box[src_axis][0] + rank // share * rows
+      src_box[src_axis] = (start, start + rows)
+      box = list(full(part.view))
+      box[axis] = (at, at + rows)
+      pieces.append(Piece(piece.src, piece.perm, tuple(src_box), tuple(box)))
       at += rows
-  shape = (at, *parts[0].view[1:])
+  shape = (*rest[:axis], at, *rest[axis:])
   return Assembly(dst, shape, shape, tuple(pieces))
 
 

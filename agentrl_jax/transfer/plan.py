@@ -5,16 +5,21 @@ it is made once, hashed, and used until a layout changes; two sides that exchang
 the same digest.
 """
 
-import bisect
 import hashlib
-import itertools
+import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from agentrl_jax.transfer.boxes import Boxes, Grid, tiles
 from agentrl_jax.transfer.layout import Assembly, Box, check, extents, full, intersect
+from agentrl_jax.transfer.quantize import Quantization, grid, scale_name
+from agentrl_jax.transfer.quantize import check as check_quantization
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint8": 1, "bool": 1}
+ITEM_BYTES = {
+  "float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint8": 1, "bool": 1,
+  "float8_e4m3fn": 1, "float8_e4m3fnuz": 1,
+}  # fmt: skip
 _FLOATS = frozenset({"float32", "bfloat16", "float16"})
 
 
@@ -71,11 +76,16 @@ class Bucket(NamedTuple):
 
 
 class Plan(NamedTuple):
-  """Copies sorted by source tensor; segments sorted by (rank, name, part)."""
+  """Copies sorted by source tensor; segments sorted by (rank, name, part).
+
+  Copies into a tensor that is `quantized` are of its values before; its scales are segments that
+  no copy writes, as they are computed.
+  """
 
   segments: tuple[Segment, ...]
   copies: tuple[Copy, ...]
   buckets: tuple[Bucket, ...]
+  quantized: Mapping[str, Quantization]  # by published name; `scale_name` names its scales
   digest: str
 
   @property
@@ -93,6 +103,7 @@ def plan(
   align: int = 16,
   split: bool = True,
   drop: Collection[str] = (),
+  quantized: Mapping[str, Quantization] | None = None,
 ) -> Plan:
   """Plans every copy from `source` layouts to `target` layouts.
 
@@ -106,9 +117,10 @@ def plan(
       or has a bucket of its own when `split` is False (receivers that need whole tensors).
     align: every offset is a multiple of it.
     drop: source tensors that are deliberately not sent.
+    quantized: how to make the targets whose dtype is an FP8 one. Their scales become targets, too.
   Raises:
     ValueError: naming the tensor: no assembly, no source, repeated, other shape, overlapping or
-      incomplete shards, a dtype that cannot be converted.
+      incomplete shards, a dtype that cannot be converted, a shard that cuts a block.
   """
   if bucket_bytes < 1 or align < 1:
     raise ValueError(f"bucket_bytes is {bucket_bytes} and align {align}, expected at least 1")
@@ -117,13 +129,17 @@ def plan(
   made_by = _by_name(assemblies, "assembly", key="dst")
   _check_names(sources, targets, made_by, drop)
   shapes = {name: tensor.shape for name, tensor in sources.items()}
-  grids = {name: _Grid(tensor) for name, tensor in sources.items()}
+  grids = {name: Grid(name, tensor.shape, tensor.shards) for name, tensor in sources.items()}
   packer = _Packer(bucket_bytes, align, split)
+  quantized = dict(sorted((quantized or {}).items()))
   pieces = {}
   for name, tensor in targets.items():
     check(made_by[name], shapes)
-    _check_target(tensor, made_by[name], sources)
-    pieces[name] = _Boxes([piece.dst_box for piece in made_by[name].pieces])
+    _check_target(tensor, made_by[name])
+    _check_dtype(tensor, made_by[name], sources, quantized.get(name))
+    pieces[name] = Boxes([piece.dst_box for piece in made_by[name].pieces])
+  scales = [_scales(targets[name], how) for name, how in quantized.items()]
+  targets |= _by_name([*targets.values(), *scales], "target")
   placed = sorted(
     (shard.rank, name, shard.index) for name, tensor in targets.items() for shard in tensor.shards
   )
@@ -133,34 +149,69 @@ def plan(
     for segment in packer.place(targets[name], Shard(rank, index))
   ]
   sent: dict[int, int] = {}
-  copies = []
+  copies: list[Copy] = []
+  routes: dict[tuple[str, Box], list[_Route]] = {}  # replicas ask for the same boxes
   for number, segment in enumerate(segments):
-    assembly = made_by[segment.name]
-    copies += _copies(number, segment, assembly, pieces[segment.name], grids, sent)
+    key = (segment.name, segment.index)
+    if segment.name not in made_by:  # computed scales
+      continue
+    if key not in routes:
+      routes[key] = list(_routes(segment, made_by[segment.name], pieces[segment.name], grids))
+    copies += _copies(number, routes[key], sent)
   copies.sort()
   buckets = tuple(Bucket(*key, nbytes) for key, nbytes in sorted(packer.sizes.items()))
-  digest = hashlib.blake2b(repr((segments, copies, buckets)).encode(), digest_size=16).hexdigest()
-  return Plan(tuple(segments), tuple(copies), buckets, digest)
+  text = json.dumps((segments, copies, buckets, quantized), separators=(",", ":"))
+  digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+  return Plan(tuple(segments), tuple(copies), buckets, quantized, digest)
 
 
 def whole(
-  assemblies: Iterable[Assembly], dtype: str, ranks: Sequence[int] = (0,)
+  assemblies: Iterable[Assembly],
+  dtype: str,
+  ranks: Sequence[int] = (0,),
+  quantized: Mapping[str, Quantization] | None = None,
 ) -> tuple[Tensor, ...]:
   """The target layout of receivers that take every published tensor in full and slice it
-  themselves.
+  themselves: `dtype`, or what it is quantised to.
   """
+  target = (Tensor(r.dst, r.shape, dtype, _in_full(r.shape, ranks)) for r in assemblies)
+  return with_dtypes(target, quantized or {})
+
+
+def with_dtypes(
+  target: Iterable[Tensor], quantized: Mapping[str, Quantization]
+) -> tuple[Tensor, ...]:
+  """The target with the dtype of what is quantised."""
   return tuple(
-    Tensor(r.dst, r.shape, dtype, tuple(Shard(rank, full(r.shape)) for rank in ranks))
-    for r in assemblies
+    tensor._replace(dtype=quantized[tensor.name].dtype) if tensor.name in quantized else tensor
+    for tensor in target
   )
 
 
-def _copies(number, segment, assembly, pieces, grids, sent) -> Iterator[Copy]:
+def _in_full(shape: tuple[int, ...], ranks: Sequence[int]) -> tuple[Shard, ...]:
+  return tuple(Shard(rank, full(shape)) for rank in ranks)
+
+
+class _Route(NamedTuple):
+  """A copy before its sender and its segment are chosen."""
+
+  src: str
+  cell: Box
+  ranks: Sequence[int]  # that hold it
+  perm: tuple[int, ...]
+  tile: Box
+  view: tuple[int, ...]
+  index: Box
+  nbytes: int
+
+
+def _routes(segment: Segment, assembly: Assembly, pieces: Boxes, grids) -> Iterator[_Route]:
   item = ITEM_BYTES[segment.dtype]
-  for tile, box in _tiles(segment.index, assembly.shape, assembly.view):
+  for tile, box in tiles(segment.index, assembly.shape, assembly.view):
     local = tuple(
       (a - start, b - start) for (a, b), (start, _) in zip(tile, segment.index, strict=True)
     )
+    view = extents(box)
     for chosen in pieces.meeting(box):
       piece = assembly.pieces[chosen]
       common = intersect(box, piece.dst_box)
@@ -168,12 +219,18 @@ def _copies(number, segment, assembly, pieces, grids, sent) -> Iterator[Copy]:
         continue
       for cell, ranks in grids[piece.src].meeting(_pull_back(piece, common)):
         nbytes = item * math.prod(extents(cell))
-        rank = min(ranks, key=lambda r: (sent.get(r, 0), r))
-        sent[rank] = sent.get(rank, 0) + nbytes
         index = tuple(
           (a - start, b - start) for (a, b), (start, _) in zip(_push(piece, cell), box, strict=True)
         )
-        yield Copy(piece.src, rank, cell, piece.perm, number, local, extents(box), index, nbytes)
+        yield _Route(piece.src, cell, ranks, piece.perm, local, view, index, nbytes)
+
+
+def _copies(number: int, routes: Iterable[_Route], sent: dict[int, int]) -> Iterator[Copy]:
+  """Chooses the sender of each route: the holder with the fewest bytes so far, then the lowest."""
+  for src, cell, ranks, perm, tile, view, index, nbytes in routes:
+    rank = ranks[0] if len(ranks) == 1 else min(ranks, key=lambda r: (sent.get(r, 0), r))
+    sent[rank] = sent.get(rank, 0) + nbytes
+    yield Copy(src, rank, cell, perm, number, tile, view, index, nbytes)
 
 
 def _pull_back(piece, box: Box) -> Box:
@@ -192,67 +249,6 @@ def _push(piece, cell: Box) -> Box:
     )
     for axis, (origin, _) in zip(piece.perm, piece.dst_box, strict=True)
   )
-
-
-class _Grid:
-  """A source tensor's shards as cells of a rectangular grid, found by bisection on each axis."""
-
-  def __init__(self, tensor: Tensor):
-    self.bounds: list[list[tuple[int, int]]] = []
-    if 0 in tensor.shape:  # nothing will be asked for
-      return
-    for axis, length in enumerate(tensor.shape):
-      intervals = sorted({shard.index[axis] for shard in tensor.shards})
-      position = 0
-      for start, stop in intervals:
-        if start != position or stop <= start:
-          found = "overlap" if start < position else "leave a gap"
-          raise ValueError(f"{tensor.name}: source shards {found} at {start} on axis {axis}")
-        position = stop
-      if position != length:
-        raise ValueError(f"{tensor.name}: source shards end at {position} of {length}, axis {axis}")
-      self.bounds.append(intervals)
-    self.starts = [[start for start, _ in intervals] for intervals in self.bounds]
-    self.cells: dict[Box, list[int]] = {}
-    for shard in tensor.shards:
-      self.cells.setdefault(shard.index, []).append(shard.rank)
-    for cell in itertools.product(*self.bounds):
-      if cell not in self.cells:
-        raise ValueError(f"{tensor.name}: no rank holds {cell}")
-
-  def meeting(self, box: Box) -> Iterator[tuple[Box, list[int]]]:
-    """The parts of `box` by cell, with the ranks that hold them."""
-    hits = []
-    for (start, stop), starts, intervals in zip(box, self.starts, self.bounds, strict=True):
-      first, last = bisect.bisect_right(starts, start) - 1, bisect.bisect_left(starts, stop)
-      hits.append(intervals[max(first, 0) : last])
-    for cell in itertools.product(*hits):
-      common = intersect(box, cell)
-      if common is not None:
-        yield common, self.cells[cell]
-
-
-class _Boxes:
-  """Disjoint boxes, sorted on the axis that tells most of them apart."""
-
-  def __init__(self, boxes: Sequence[Box]):
-    rank = len(boxes[0])
-    self.axis = max(range(rank), key=lambda a: len({box[a][0] for box in boxes}), default=-1)
-    if self.axis < 0:  # scalars
-      self.order = list(range(len(boxes)))
-      return
-    axis = self.axis
-    self.order = sorted(range(len(boxes)), key=lambda i: boxes[i][axis])
-    self.starts = [boxes[i][axis][0] for i in self.order]
-    self.longest = max(boxes[i][axis][1] - boxes[i][axis][0] for i in self.order)
-
-  def meeting(self, box: Box) -> list[int]:
-    """Indices of boxes that may meet `box`."""
-    if self.axis < 0:
-      return self.order
-    start, stop = box[self.axis]
-    first = bisect.bisect_left(self.starts, start - self.longest + 1)
-    return self.order[first : bisect.bisect_left(self.starts, stop)]
 
 
 class _Packer:
@@ -293,54 +289,6 @@ class _Packer:
     return [((a, min(a + rows, stop)), *rest) for a in range(start, stop, rows)]
 
 
-def _tiles(index: Box, shape: tuple[int, ...], view: tuple[int, ...]) -> Iterator[tuple[Box, Box]]:
-  """Cuts a box of a published tensor into boxes of its view: pairs (published box, view box)."""
-  if not all(extents(index)):
-    return
-  cuts = [
-    _cut(start, stop, factors)
-    for (start, stop), factors in zip(index, _factors(shape, view), strict=True)
-  ]
-  for tile in itertools.product(*cuts):
-    yield tuple(span for span, _ in tile), tuple(itertools.chain.from_iterable(b for _, b in tile))
-
-
-def _factors(shape: tuple[int, ...], view: tuple[int, ...]) -> list[tuple[int, ...]]:
-  """The axes of the view that each published axis was split into."""
-  groups, at = [], 0
-  for length in shape:
-    start, product = at, 1
-    while at < len(view) and (product < length or (at == start and view[at] == 1)):
-      product *= view[at]
-      at += 1
-    if product != length:
-      raise ValueError(f"view {view} does not split the axes of shape {shape}")
-    groups.append(view[start:at])
-  if view[at:] and groups:
-    groups[-1] += view[at:]
-  return groups
-
-
-def _cut(start: int, stop: int, factors: tuple[int, ...]) -> list[tuple[tuple[int, int], Box]]:
-  """A range of a merged axis as boxes of its factors; at most three for each level of nesting."""
-  if not factors:
-    return [((start, stop), ())]
-  inner = math.prod(factors[1:])
-  spans, at = [], start
-  while at < stop:
-    row = at // inner
-    whole_rows = at % inner == 0 and stop - at >= inner
-    end = stop - stop % inner if whole_rows else min(stop, (row + 1) * inner)
-    if whole_rows:
-      spans.append(((at, end), ((row, end // inner), *full(factors[1:]))))
-    else:
-      base = row * inner
-      for (a, b), box in _cut(at - base, end - base, factors[1:]):
-        spans.append(((a + base, b + base), ((row, row + 1), *box)))
-    at = end
-  return spans
-
-
 def _by_name(items, what: str, key: str = "name") -> dict:
   out = {}
   for item in items:
@@ -366,17 +314,49 @@ def _check_names(sources, targets, assemblies, drop) -> None:
       raise ValueError(f"source tensor {name} is dropped, but a assembly reads it")
 
 
-def _check_target(tensor: Tensor, assembly: Assembly, sources: dict[str, Tensor]) -> None:
+def _check_dtype(
+  tensor: Tensor, assembly: Assembly, sources: dict[str, Tensor], how: Quantization | None
+) -> None:
+  if tensor.dtype not in ITEM_BYTES:
+    raise ValueError(f"{tensor.name}: unknown dtype {tensor.dtype}")
+  wanted = tensor.dtype
+  if how is not None:
+    if (len(tensor.shape), assembly.view, how.dtype) != (2, tensor.shape, wanted):
+      raise ValueError(
+        f"{tensor.name}: {wanted} of shape {tensor.shape}, view {assembly.view}, is not quantised "
+        f"to {how.dtype}: expected a matrix of that dtype, as it is stored"
+      )
+    wanted = "bfloat16"  # what is quantised
+  for name in {piece.src for piece in assembly.pieces}:
+    dtype = sources[name].dtype
+    if dtype != wanted and not {dtype, wanted} <= _FLOATS:
+      raise ValueError(f"{tensor.name}: {dtype} of {name} does not convert to {tensor.dtype}")
+
+
+def _scales(tensor: Tensor, how: Quantization) -> Tensor:
+  """The scales of a quantised tensor, cut as it is."""
+  name, shape = scale_name(tensor.name, how), grid(tensor.shape, check_quantization(how))
+  return Tensor(
+    name, shape, "float32", tuple(Shard(r, _blocks(tensor, i, how)) for r, i in tensor.shards)
+  )
+
+
+def _blocks(tensor: Tensor, index: Box, how: Quantization) -> Box:
+  if how.block is None:
+    return ()
+  out = []
+  for (start, stop), size, block in zip(index, tensor.shape, how.block, strict=True):
+    if start % block or (stop % block and stop != size):
+      raise ValueError(f"{tensor.name}: shard {index} cuts a block of {how.block}")
+    out.append((start // block, -(-stop // block)))
+  return tuple(out)
+
+
+def _check_target(tensor: Tensor, assembly: Assembly) -> None:
   if tensor.shape != assembly.shape:
     raise ValueError(
       f"{tensor.name}: target has shape {tensor.shape}, its assembly {assembly.shape}"
     )
-  if tensor.dtype not in ITEM_BYTES:
-    raise ValueError(f"{tensor.name}: unknown dtype {tensor.dtype}")
-  for name in {piece.src for piece in assembly.pieces}:
-    dtype = sources[name].dtype
-    if dtype != tensor.dtype and not {dtype, tensor.dtype} <= _FLOATS:
-      raise ValueError(f"{tensor.name}: {dtype} of {name} does not convert to {tensor.dtype}")
   by_rank: dict[int, list[Box]] = {}
   for rank, index in tensor.shards:
     if len(index) != len(tensor.shape) or any(

@@ -17,9 +17,11 @@ import httpx
 
 from agentrl_jax.models.model import Model
 from agentrl_jax.transfer.control import CallError, Control, RankChecksum
-from agentrl_jax.transfer.engine_layout import expected_checksums
+from agentrl_jax.transfer.engine_layout import expected_checksums, quantized_weights
 from agentrl_jax.transfer.layout import assemblies
 from agentrl_jax.transfer.plan import Plan, Tensor, plan, whole
+from agentrl_jax.transfer.quantize import OCP, Quantization
+from agentrl_jax.transfer.quantize import check as check_quantization
 from agentrl_jax.transfer.report import Clock, PushError, PushReport, State
 from agentrl_jax.transfer.stage import Staged, source_layout, stage
 from agentrl_jax.transfer.transports import Transport
@@ -32,11 +34,14 @@ def sglang_publisher(
   transport: Transport,
   run_id: str,
   deadline: float = 120.0,
+  quantization: Quantization | None = None,
 ) -> "SGLangPublisher":
   """A publisher for running servers that all serve `model`.
 
   Args:
     urls: one for each replica; each may be tensor parallel.
+    quantization: of servers that were started from an FP8 checkpoint of that kind. SGLang takes the
+      OCP dialect on every device and converts it itself where the hardware has the other one.
     run_id: letters, digits, "-", "_" and "."; stamped on the servers with the version, and a server
       stamped by another run is refused.
     deadline: seconds for each call to a server.
@@ -45,7 +50,9 @@ def sglang_publisher(
     raise ValueError(f"run_id is {run_id!r}, expected letters, digits, '-', '_' and '.'")
   if not urls or len(set(urls)) != len(urls):
     raise ValueError(f"urls are {list(urls)}, expected one or more different ones")
-  return SGLangPublisher(model, urls, transport, run_id, deadline)
+  if quantization is not None and check_quantization(quantization).dtype != OCP.dtype:
+    raise ValueError(f"quantization is to {quantization.dtype}, SGLang loads {OCP.dtype}")
+  return SGLangPublisher(model, urls, transport, run_id, deadline, quantization)
 
 
 @dataclasses.dataclass(eq=False)
@@ -114,8 +121,15 @@ class SGLangPublisher:
   """See `Publisher`. Rounds run one at a time; versions strictly increase."""
 
   def __init__(
-    self, model: Model, urls: Sequence[str], transport: Transport, run_id: str, deadline: float
+    self,
+    model: Model,
+    urls: Sequence[str],
+    transport: Transport,
+    run_id: str,
+    deadline: float,
+    quantization: Quantization | None = None,
   ):
+    self.quantization = quantization
     self.model, self.transport, self.run_id, self.deadline = model, transport, run_id, deadline
     self.blocked = ""  # why new rounds are refused
     self.published = ""  # fingerprint of the last commit
@@ -242,10 +256,13 @@ class SGLangPublisher:
     if (source, dtype) not in self._plans:
       try:
         made = assemblies(self.model.rules, {t.name: t.shape for t in source})
+        how = self.quantization
+        quantized = quantized_weights(made, how) if how else {}
         self._plans[source, dtype] = plan(
           source,
-          whole(made, dtype),
+          whole(made, dtype, quantized=quantized),
           made,
+          quantized=quantized,
           bucket_bytes=self.transport.bucket_bytes,
           align=self.transport.align,
           split=False,
@@ -307,7 +324,10 @@ class SGLangPublisher:
     """By tensor-parallel size, what the ranks of servers on CPU must report."""
     tensors = {segment.name: staged.view(segment) for segment in staged.plan.segments}
     sizes = sorted({peer.ranks for peer in round.live if peer.exact})
-    return {n: await asyncio.to_thread(expected_checksums, tensors, n) for n in sizes}
+    kv_heads = self.model.units.get("kv_heads")
+    return {
+      n: await asyncio.to_thread(expected_checksums, tensors, n, kv_heads=kv_heads) for n in sizes
+    }
 
   async def _verify(self, round: _Round, peer: _Peer, expected: Mapping) -> None:
     try:

@@ -11,6 +11,7 @@ FP8 and reductions of bfloat16 do not.
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -77,7 +78,7 @@ def scale_name(name: str, how: Quantization) -> str:
   return f"{name}_scale" if how.block is None else f"{name}_scale_inv"
 
 
-def grid(shape: tuple[int, int], how: Quantization) -> tuple[int, ...]:
+def grid(shape: Sequence[int], how: Quantization) -> tuple[int, ...]:
   """The shape of the scales of a tensor; blocks at its edges are smaller. () for one scale."""
   if how.block is None:
     return ()

@@ -1,10 +1,12 @@
 """From device shards to packed host buckets: the only place where a push reads weights.
 
 One source tensor at a time: its shards are cast where they live, brought to the host, permuted
-  straight into their place in the buckets. Peak memory is the buckets plus one cast shard.
+straight into their place in the buckets. Peak memory is the buckets plus one cast shard. What is
+quantised is transposed and quantised on its devices first, one published tensor at a time.
 """
 
 import concurrent.futures
+import functools
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from agentrl_jax.models.model import parameter_path
-from agentrl_jax.transfer.layout import permuted, slices
+from agentrl_jax.transfer.layout import extents, permuted, slices
 from agentrl_jax.transfer.plan import Copy, Plan, Segment, Shard, Tensor
+from agentrl_jax.transfer.quantize import block_amax, grid, quantize_with, scale_name, scales_of
 
 NUMPY_DTYPES: Mapping[str, np.dtype] = {
   "float32": np.dtype(np.float32),
@@ -25,6 +28,8 @@ NUMPY_DTYPES: Mapping[str, np.dtype] = {
   "int32": np.dtype(np.int32),
   "uint8": np.dtype(np.uint8),
   "bool": np.dtype(np.bool_),
+  "float8_e4m3fn": np.dtype(jnp.float8_e4m3fn),
+  "float8_e4m3fnuz": np.dtype(jnp.float8_e4m3fnuz),
 }
 
 
@@ -81,11 +86,19 @@ def stage(
       name the tensor.
   """
   arrays = leaves(weights)
-  for name, group in itertools.groupby(plan.copies, key=lambda copy: copy.src_name):
+  plain, to_quantize = _split(plan)
+  for name, group in itertools.groupby(plain, key=lambda copy: copy.src_name):
     leaf = arrays[name]
     if jnp.issubdtype(leaf.dtype, jnp.floating) and not _all_finite(leaf):
       raise ValueError(f"{name} has a value that is not finite")
     _copy_leaf(leaf, tuple(group), plan.segments, buffers)
+  targets = _by_name(plan.segments) if to_quantize else {}
+  for name, copies in to_quantize.items():
+    scaled = scale_name(name, plan.quantized[name])
+    scales = _quantize_tensor(copies, targets[name], plan, arrays, buffers)
+    for segment in targets[scaled]:
+      view = segment_view(buffers[segment.rank, segment.bucket], segment)
+      view[...] = scales[slices(segment.index)]
   hashes = hash_segments(plan.segments, buffers)
   rows = [
     (s.rank, s.name, s.part, s.shape, s.dtype, digest)
@@ -133,14 +146,11 @@ def _copy_leaf(
   segments: Sequence[Segment],
   buffers: Mapping[tuple[int, int], np.ndarray],
 ) -> None:
-  held = {shard.device.id: shard for shard in leaf.addressable_shards}
   by_read = sorted(copies, key=lambda copy: (copy.src_rank, segments[copy.segment].dtype))
   for (rank, dtype), group in itertools.groupby(
     by_read, key=lambda copy: (copy.src_rank, segments[copy.segment].dtype)
   ):
-    if rank not in held:
-      raise ValueError(f"{copies[0].src_name}: device {rank} belongs to another process")
-    shard = held[rank]
+    shard = _shard(leaf, rank, copies[0].src_name)
     same = shard.data.dtype == NUMPY_DTYPES[dtype]
     host = np.asarray(shard.data if same else shard.data.astype(NUMPY_DTYPES[dtype]))
     origin = [start for start, _ in _box(shard.index, leaf.shape)]
@@ -151,6 +161,93 @@ def _copy_leaf(
       segment = segments[copy.segment]
       tile = segment_view(buffers[segment.rank, segment.bucket], segment)[slices(copy.tile)]
       tile.reshape(copy.view)[slices(copy.dst_index)] = permuted(host[local], copy.perm)
+
+
+def _shard(leaf: jax.Array, rank: int, name: str) -> Any:
+  for shard in leaf.addressable_shards:
+    if shard.device.id == rank:
+      return shard
+  raise ValueError(f"{name}: device {rank} belongs to another process")
+
+
+def _split(plan: Plan) -> tuple[list[Copy], dict[str, list[Copy]]]:
+  """The copies of plain tensors, and those of each quantised tensor by its name."""
+  plain, to_quantize = [], {}
+  for copy in plan.copies:
+    name = plan.segments[copy.segment].name
+    (to_quantize.setdefault(name, []) if name in plan.quantized else plain).append(copy)
+  return plain, to_quantize
+
+
+def _by_name(segments: Iterable[Segment]) -> dict[str, list[Segment]]:
+  out: dict[str, list[Segment]] = {}
+  for segment in segments:
+    out.setdefault(segment.name, []).append(segment)
+  return out
+
+
+def _quantize_tensor(
+  copies: Sequence[Copy],
+  segments: Sequence[Segment],
+  plan: Plan,
+  arrays: Mapping[str, jax.Array],
+  buffers: Mapping[tuple[int, int], np.ndarray],
+) -> np.ndarray:
+  """One published tensor: every fragment's amax, their maximum over fragments, then the bytes.
+  Returns its scales.
+
+  Devices work at the same time: nothing is waited for until all of them have been given theirs.
+  """
+  name, how = segments[0].name, plan.quantized[segments[0].name]
+  shape = [max(s.index[axis][1] for s in segments) for axis in (0, 1)]
+  block = how.block or shape
+  fragments = []
+  for copy in copies:
+    leaf = arrays[copy.src_name]
+    shard = _shard(leaf, copy.src_rank, copy.src_name)
+    box = _published_box(copy, plan.segments[copy.segment])
+    inside = tuple(start % size for (start, _), size in zip(box, block, strict=True))
+    start = [
+      at - begin
+      for (at, _), (begin, _) in zip(copy.src_index, _box(shard.index, leaf.shape), strict=True)
+    ]
+    values = _fragment(shard.data, start, extents(copy.src_index), copy.perm)
+    blocks = tuple((a // size, -(-b // size)) for (a, b), size in zip(box, block, strict=True))
+    fragments.append((copy, values, inside, blocks, block_amax(values, how, inside)))
+  amax = np.zeros(grid(shape, how) or (1, 1), np.float32)
+  for _, _, _, blocks, part in fragments:
+    place = amax[slices(blocks)]
+    np.maximum(place, np.asarray(part), out=place)
+  if not np.isfinite(amax).all():
+    raise ValueError(f"{copies[0].src_name} has a value that is not finite ({name})")
+  scales = np.asarray(scales_of(amax.reshape(grid(shape, how)), how))
+  coded = [
+    quantize_with(values, scales[slices(blocks)] if how.block else scales, how, inside)
+    for _, values, inside, blocks, _ in fragments
+  ]
+  for (copy, *_), part in zip(fragments, coded, strict=True):
+    segment = plan.segments[copy.segment]
+    tile = segment_view(buffers[segment.rank, segment.bucket], segment)[slices(copy.tile)]
+    tile[slices(copy.dst_index)] = np.asarray(part)
+  return scales
+
+
+def _published_box(copy: Copy, segment: Segment) -> tuple[tuple[int, int], ...]:
+  """Where a copy into a tensor that is its own view lies in the published tensor."""
+  return tuple(
+    (begin + tile + start, begin + tile + stop)
+    for (begin, _), (tile, _), (start, stop) in zip(
+      segment.index, copy.tile, copy.dst_index, strict=True
+    )
+  )
+
+
+@functools.partial(jax.jit, static_argnames=("size", "perm"))
+def _fragment(data: jax.Array, start: Sequence[int], size: tuple[int, ...], perm: tuple[int, ...]):
+  """A box of a shard in bfloat16, axes in the order `perm`; layers differ by `start` only."""
+  box = jax.lax.dynamic_slice(data, start, size).astype(jnp.bfloat16)
+  rest = tuple(axis for axis in range(len(size)) if axis not in perm)
+  return box.transpose(rest + perm).reshape([size[axis] for axis in perm])
 
 
 def _box(index: tuple[slice, ...], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -1,5 +1,6 @@
 """FP8 quantisation a block at a time in numpy, and FP8 itself from its definition."""
 
+import hashlib
 import math
 
 import numpy as np
@@ -55,3 +56,8 @@ def quantize(values, dtype, block, scale, top):
       scales[i, j] = s
       coded[place] = encode(np.clip(part / s, np.float32(-top), np.float32(top)), dtype)
   return coded, scales.reshape(()) if block is None else scales
+
+
+def sha(array):
+  """An engine's checksum of a parameter: 8 bytes of SHA-256."""
+  return hashlib.sha256(array.tobytes()).hexdigest()[:16]

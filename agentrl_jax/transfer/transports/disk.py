@@ -25,6 +25,7 @@ _SAFETENSORS_DTYPES = {
   "int32": "I32",
   "uint8": "U8",
   "bool": "BOOL",
+  "float8_e4m3fn": "F8_E4M3",
 }
 
 
