@@ -10,6 +10,7 @@ import httpx
 
 from agentrl_jax.transfer.report import PushError
 
+PauseMode = Literal["retract", "abort"]
 Failure = Literal["unreachable", "refused", "lost"]
 
 
@@ -62,9 +63,9 @@ class Control:
     """The server's own arguments (device, dtype, tp_size, ...)."""
     return await self.call("GET", "/server_info")
 
-  async def pause(self) -> None:
-    """Stops generation and requeues running requests; their KV is recomputed later."""
-    await self.call("POST", "/pause_generation", {"mode": "retract"})
+  async def pause(self, mode: PauseMode = "retract") -> None:
+    """Stops generation. "retract" requeues running requests, whose KV is recomputed later."""
+    await self.call("POST", "/pause_generation", {"mode": mode})
 
   async def resume(self) -> None:
     """Continues generation."""

@@ -42,6 +42,8 @@ def parameters(
 ) -> tuple[Parameter, ...]:
   """The engine's parameters of a checkpoint whose tensors are made by `published`.
 
+  A vocabulary that the engine pads keeps its own rows here.
+
   Args:
     kv_heads: of the model; ranks beyond them hold repeated ones. None: not fewer than ranks.
   Raises:
@@ -115,12 +117,42 @@ def quantized_weights(published: Iterable[Assembly], how: Quantization) -> dict[
   return found
 
 
+def quantized_parameters(
+  made: Iterable[Parameter], quantized: Mapping[str, Quantization]
+) -> dict[str, Quantization]:
+  """The same choice for the engine's parameters, where it is of all that one is fused of.
+
+  Raises:
+    ValueError: naming a parameter of which only a part is quantised, or whose parts end inside a
+      block: its blocks would not be those of the checkpoint.
+  """
+  found = {}
+  kinds = {_engine_name(name): how for name, how in quantized.items()}
+  for parameter, _ in made:
+    how = kinds.get(parameter.dst)
+    if how is None:
+      continue
+    for piece in parameter.pieces:
+      edges = piece.dst_box[0] if len(parameter.pieces) > 1 else (0, 0)
+      if how.block is None or any(edge % how.block[0] for edge in edges):
+        raise ValueError(f"{parameter.dst}: rows {edges} are not whole blocks of {how.block}")
+    found[parameter.dst] = how
+  return found
+
+
 def direct_target(
   made: Iterable[Parameter], dtype: str, ranks: int, replicas: int = 1
 ) -> tuple[Tensor, ...]:
   """The target layout of a push into the engine's own parameters; ranks of replica k follow those
   of k - 1.
+
+  Raises:
+    ValueError: naming a vocabulary that the engine pads.
   """
+  made = tuple(made)
+  for a, _ in made:
+    if _module(a.dst) in _VOCAB and a.shape[0] % _VOCAB_PADDING:
+      raise ValueError(f"{a.dst} has {a.shape[0]} rows, the engine pads to {_VOCAB_PADDING}s")
   return tuple(
     Tensor(
       a.dst,

@@ -7,7 +7,7 @@ is told the new version before its caches of the old one are gone.
 """
 
 import asyncio
-import dataclasses
+import contextlib
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -16,14 +16,21 @@ from typing import Any
 import httpx
 
 from agentrl_jax.models.model import Model
-from agentrl_jax.transfer.control import CallError, Control, RankChecksum
-from agentrl_jax.transfer.engine_layout import expected_checksums, quantized_weights
+from agentrl_jax.transfer.control import CallError, Control, Held, PauseMode
+from agentrl_jax.transfer.engine_layout import (
+  direct_target,
+  expected_checksums,
+  parameters,
+  quantized_parameters,
+  quantized_weights,
+)
 from agentrl_jax.transfer.layout import assemblies
-from agentrl_jax.transfer.plan import Plan, Tensor, plan, whole
+from agentrl_jax.transfer.plan import Plan, Tensor, plan, whole, with_dtypes
 from agentrl_jax.transfer.quantize import OCP, Quantization
 from agentrl_jax.transfer.quantize import check as check_quantization
-from agentrl_jax.transfer.report import Clock, PushError, PushReport, State
-from agentrl_jax.transfer.stage import Staged, source_layout, stage
+from agentrl_jax.transfer.report import PushError, PushReport, State
+from agentrl_jax.transfer.round import Peer, Round, differences, twice
+from agentrl_jax.transfer.stage import Staged, source_layout, stage, staged_checksums
 from agentrl_jax.transfer.transports import Transport
 
 
@@ -35,6 +42,7 @@ def sglang_publisher(
   run_id: str,
   deadline: float = 120.0,
   quantization: Quantization | None = None,
+  pause_mode: PauseMode = "retract",
 ) -> "SGLangPublisher":
   """A publisher for running servers that all serve `model`.
 
@@ -42,6 +50,8 @@ def sglang_publisher(
     urls: one for each replica; each may be tensor parallel.
     quantization: of servers that were started from an FP8 checkpoint of that kind. SGLang takes the
       OCP dialect on every device and converts it itself where the hardware has the other one.
+    pause_mode: what becomes of running requests: "retract" computes their KV again under the new
+      weights and goes on, "abort" ends them with what they have.
     run_id: letters, digits, "-", "_" and "."; stamped on the servers with the version, and a server
       stamped by another run is refused.
     deadline: seconds for each call to a server.
@@ -52,69 +62,7 @@ def sglang_publisher(
     raise ValueError(f"urls are {list(urls)}, expected one or more different ones")
   if quantization is not None and check_quantization(quantization).dtype != OCP.dtype:
     raise ValueError(f"quantization is to {quantization.dtype}, SGLang loads {OCP.dtype}")
-  return SGLangPublisher(model, urls, transport, run_id, deadline, quantization)
-
-
-@dataclasses.dataclass(eq=False)
-class _Peer:
-  """A server as this publisher knows it. Facts are read at the first contact."""
-
-  control: Control
-  ranks: int = 0
-  dtype: str = ""
-  exact: bool = False  # its checksums are ones that we can compute
-  seen: tuple[RankChecksum, ...] | None = None  # at the last commit
-
-  async def meet(self) -> None:
-    """Reads what kind of server it is, afresh: a restart may have changed it."""
-    facts = await self.control.facts()
-    try:
-      self.ranks, self.dtype = int(facts["tp_size"]), str(facts["dtype"]).removeprefix("torch.")
-      self.exact = facts["device"] == "cpu"
-      stages, replicas = int(facts.get("pp_size", 1)), int(facts.get("dp_size", 1))
-    except (KeyError, ValueError) as error:
-      raise CallError("refused", f"{self.control.url}/server_info lacks {error}") from error
-    if stages != 1 or replicas != 1:
-      message = f"has pp_size {stages} and dp_size {replicas}, only 1 is served"
-      raise CallError("refused", f"{self.control.url} {message}")
-    if not self.exact and self.seen is None:
-      self.seen = await self.control.checksums()
-
-
-@dataclasses.dataclass
-class _Round:
-  """One round's progress: who is still in it, who left and how."""
-
-  version: int
-  key: str
-  live: list[_Peer]
-  clock: Clock = dataclasses.field(default_factory=Clock)
-  ended: dict[_Peer, State] = dataclasses.field(default_factory=dict)
-  reasons: list[str] = dataclasses.field(default_factory=list)
-  untouched: set[_Peer] = dataclasses.field(default_factory=set)  # left before the first byte
-  lost: dict[_Peer, str] = dataclasses.field(default_factory=dict)  # sends without an answer
-  paused_at: dict[_Peer, float] = dataclasses.field(default_factory=dict)
-  idle: float = 0.0
-  fingerprint: str = ""
-
-  def leave(self, peer: _Peer, state: State, reason: object) -> None:
-    self.live.remove(peer)
-    self.ended[peer] = state
-    self.reasons.append(str(reason))
-
-  def resumed(self, peer: _Peer) -> None:
-    if peer in self.paused_at:
-      self.idle = max(self.idle, time.perf_counter() - self.paused_at.pop(peer))
-
-  @property
-  def state(self) -> State:
-    states = set(self.ended.values())
-    if len(states) == 1:
-      return states.pop()
-    for worst in (State.COMMITTED, State.UNKNOWN):
-      if worst in states:
-        return State.PARTIAL if worst is State.COMMITTED else worst
-    return State.FENCED
+  return SGLangPublisher(model, urls, transport, run_id, deadline, quantization, pause_mode)
 
 
 class SGLangPublisher:
@@ -128,14 +76,16 @@ class SGLangPublisher:
     run_id: str,
     deadline: float,
     quantization: Quantization | None = None,
+    pause_mode: PauseMode = "retract",
   ):
     self.quantization = quantization
+    self.pause_mode: PauseMode = pause_mode
     self.model, self.transport, self.run_id, self.deadline = model, transport, run_id, deadline
     self.blocked = ""  # why new rounds are refused
     self.published = ""  # fingerprint of the last commit
     self._client = httpx.AsyncClient()
-    self._peers = [_Peer(Control(url, self._client, deadline)) for url in urls]
-    self._plans: dict[tuple[tuple[Tensor, ...], str], Plan] = {}
+    self._peers = [Peer(Control(url, self._client, deadline)) for url in urls]
+    self._plans: dict[tuple[tuple[Tensor, ...], str, int], Plan] = {}
     self._held_staging: dict[str, Staged] = {}  # of UNKNOWN rounds: a server may still read it
     self._running = False
 
@@ -150,7 +100,7 @@ class SGLangPublisher:
     if self.blocked:
       raise PushError(f"an earlier round ended badly, recover() first: {self.blocked}")
     self._running = True
-    round = _Round(version, f"{self.run_id}-{version}", list(self._peers))
+    round = Round(version, f"{self.run_id}-{version}", list(self._peers))
     try:
       await self._round(round, weights)
     except PushError:
@@ -169,9 +119,9 @@ class SGLangPublisher:
     stays paused, if it was, until the next round commits.
     """
     if urls is not None:
-      self._peers = [_Peer(Control(url, self._client, self.deadline)) for url in urls]
+      self._peers = [Peer(Control(url, self._client, self.deadline)) for url in urls]
 
-    async def answers(peer: _Peer) -> None:
+    async def answers(peer: Peer) -> None:
       await peer.control.held()
       await peer.control.checksums()
 
@@ -191,7 +141,7 @@ class SGLangPublisher:
       self._release(key)
     await self._client.aclose()
 
-  async def _round(self, round: _Round, weights: Any) -> None:
+  async def _round(self, round: Round, weights: Any) -> None:
     clock = round.clock
     with clock.phase("prepare"):
       holding = await self._prepare(round)
@@ -219,12 +169,12 @@ class SGLangPublisher:
       await self._each(round, round.live, self._resume)
       await self._settle_untouched(round)
 
-  async def _prepare(self, round: _Round) -> set[_Peer]:
+  async def _prepare(self, round: Round) -> set[Peer]:
     """Meets every server. Returns those that already hold the version."""
-    holding: set[_Peer] = set()
+    holding: set[Peer] = set()
     refused: list[str] = []
 
-    async def meet(round: _Round, peer: _Peer) -> None:
+    async def meet(round: Round, peer: Peer) -> None:
       try:
         held = await peer.control.held()
         await peer.meet()
@@ -251,27 +201,44 @@ class SGLangPublisher:
       raise PushError(f"servers compute in different dtypes: {sorted(dtypes)}")
     return holding
 
-  def _plan(self, weights: Any, round: _Round) -> Plan:
+  def _plan(self, weights: Any, round: Round) -> Plan:
     source, dtype = source_layout(weights), round.live[0].dtype
-    if (source, dtype) not in self._plans:
+    ranks = {peer.ranks for peer in round.live} if self.transport.per_rank else {0}
+    if len(ranks) > 1:
+      raise PushError(
+        f"servers have {sorted(ranks)} ranks, {self.transport.name} pushes to one kind"
+      )
+    (count,) = ranks
+    key = (source, dtype, count)
+    if key not in self._plans:
       try:
-        made = assemblies(self.model.rules, {t.name: t.shape for t in source})
-        how = self.quantization
-        quantized = quantized_weights(made, how) if how else {}
-        self._plans[source, dtype] = plan(
-          source,
-          whole(made, dtype, quantized=quantized),
-          made,
-          quantized=quantized,
-          bucket_bytes=self.transport.bucket_bytes,
-          align=self.transport.align,
-          split=False,
-        )
+        self._plans[key] = self._new_plan(*key)
       except ValueError as error:
         raise PushError(f"no plan from the weight tree to the servers: {error}") from error
-    return self._plans[source, dtype]
+    return self._plans[key]
 
-  async def _stage(self, chosen: Plan, weights: Any, round: _Round) -> Staged | None:
+  def _new_plan(self, source: tuple[Tensor, ...], dtype: str, ranks: int) -> Plan:
+    """To checkpoint tensors, or to the parameters of `ranks` ranks where it is not zero."""
+    made = assemblies(self.model.rules, {t.name: t.shape for t in source})
+    how = self.quantization
+    quantized = quantized_weights(made, how) if how else {}
+    target = whole(made, dtype, quantized=quantized)
+    if ranks:
+      placed = parameters(made, ranks, kv_heads=self.model.units.get("kv_heads"))
+      quantized = quantized_parameters(placed, quantized)
+      target = with_dtypes(direct_target(placed, dtype, ranks), quantized)
+      made = [parameter.assembly for parameter in placed]
+    return plan(
+      source,
+      target,
+      made,
+      quantized=quantized,
+      bucket_bytes=self.transport.bucket_bytes,
+      align=self.transport.align,
+      split=False,
+    )
+
+  async def _stage(self, chosen: Plan, weights: Any, round: Round) -> Staged | None:
     """Packs off the event loop. On failure every live server leaves ABORTED, untouched."""
 
     def work() -> Staged:
@@ -289,21 +256,21 @@ class SGLangPublisher:
 
   async def _each(
     self,
-    round: _Round,
-    peers: Iterable[_Peer],
-    act: Callable[[_Round, _Peer], Awaitable[None]],
+    round: Round,
+    peers: Iterable[Peer],
+    act: Callable[[Round, Peer], Awaitable[None]],
   ) -> None:
     await asyncio.gather(*(act(round, peer) for peer in peers if peer in round.live))
 
-  async def _pause(self, round: _Round, peer: _Peer) -> None:
+  async def _pause(self, round: Round, peer: Peer) -> None:
     round.paused_at[peer] = time.perf_counter()
     try:
-      await peer.control.pause()
+      await peer.control.pause(self.pause_mode)
     except CallError as error:
       round.untouched.add(peer)
       round.leave(peer, State.ABORTED, error)
 
-  async def _send(self, round: _Round, peer: _Peer, staged: Staged) -> None:
+  async def _send(self, round: Round, peer: Peer, staged: Staged) -> None:
     try:
       await self.transport.send(staged, peer.control, peer.ranks)
     except CallError as error:
@@ -320,8 +287,11 @@ class SGLangPublisher:
       else:
         round.leave(peer, State.FENCED, error)
 
-  async def _expected(self, staged: Staged, round: _Round) -> Mapping[int, Sequence[Mapping]]:
+  async def _expected(self, staged: Staged, round: Round) -> Mapping[int, Sequence[Mapping]]:
     """By tensor-parallel size, what the ranks of servers on CPU must report."""
+    if self.transport.per_rank:
+      (ranks,) = {peer.ranks for peer in round.live} or {0}
+      return {ranks: await asyncio.to_thread(staged_checksums, staged, ranks)} if ranks else {}
     tensors = {segment.name: staged.view(segment) for segment in staged.plan.segments}
     sizes = sorted({peer.ranks for peer in round.live if peer.exact})
     kv_heads = self.model.units.get("kv_heads")
@@ -329,14 +299,14 @@ class SGLangPublisher:
       n: await asyncio.to_thread(expected_checksums, tensors, n, kv_heads=kv_heads) for n in sizes
     }
 
-  async def _verify(self, round: _Round, peer: _Peer, expected: Mapping) -> None:
+  async def _verify(self, round: Round, peer: Peer, expected: Mapping) -> None:
     try:
       got = await peer.control.checksums()
     except CallError as error:
       round.leave(peer, State.FENCED, error)
       return
     if peer.exact:
-      wrong = _differences(got, expected[peer.ranks])
+      wrong = differences(got, expected[peer.ranks])
     else:
       same = got == peer.seen and round.fingerprint != self.published != ""
       wrong = "none of its weights changed" if same else ""
@@ -345,9 +315,9 @@ class SGLangPublisher:
       round.leave(peer, State.FENCED, f"{lost}{peer.control.url} failed verification: {wrong}")
     peer.seen = got
 
-  def _compare_replicas(self, round: _Round) -> None:
+  def _compare_replicas(self, round: Round) -> None:
     """Replicas of one layout must hold the same bytes; no vote is taken on who is right."""
-    groups: dict[tuple[bool, int], list[_Peer]] = {}
+    groups: dict[tuple[bool, int], list[Peer]] = {}
     for peer in round.live:
       groups.setdefault((peer.exact, peer.ranks), []).append(peer)
     for peers in groups.values():
@@ -355,34 +325,47 @@ class SGLangPublisher:
         for peer in peers:
           round.leave(peer, State.FENCED, f"{peer.control.url} differs from its replicas")
 
-  async def _flush(self, round: _Round, peer: _Peer) -> None:
+  async def _flush(self, round: Round, peer: Peer) -> None:
     try:
       await peer.control.flush()
     except CallError as error:
       round.leave(peer, State.FENCED, error)
 
-  async def _set_version(self, round: _Round, peer: _Peer) -> None:
+  async def _set_version(self, round: Round, peer: Peer) -> None:
+    """Labels what was verified. A server that was restarted since serves other weights: it is asked
+    who it is before the label, and after it, as both calls could straddle a restart.
+    """
     text = f"{self.run_id}:{round.version}"
     try:
-      await peer.control.set_version(text)
-    except CallError as error:
+      await peer.same_process()
       try:
-        held = await peer.control.held()
-      except CallError as silence:
-        round.leave(peer, State.FENCED, f"{error}; {silence}")
-        return
-      if (held.run_id, held.version) != (self.run_id, round.version):
-        round.leave(peer, State.FENCED, error)
-
-  async def _resume(self, round: _Round, peer: _Peer) -> None:
-    try:
-      await _twice(peer.control.resume)
+        await peer.control.set_version(text)
+      except CallError as error:
+        held = await _asked(peer, error)
+        if (held.run_id, held.version) != (self.run_id, round.version):
+          raise
+      await peer.same_process()
     except CallError as error:
+      with contextlib.suppress(CallError):  # a new process does not know that it is paused
+        await peer.control.pause(self.pause_mode)
+      round.leave(peer, State.FENCED, error)
+
+  async def _resume(self, round: Round, peer: Peer) -> None:
+    """Lets it generate, and sees that it is still the one that was labelled."""
+    try:
+      await twice(peer.control.resume)
+      held = await peer.control.held()
+      if (held.run_id, held.version) != (self.run_id, round.version):
+        message = f"serves version {held.version} after a commit of {round.version}: restarted"
+        raise CallError("refused", f"{peer.control.url}/continue_generation: {message}")
+    except CallError as error:
+      with contextlib.suppress(CallError):
+        await peer.control.pause(self.pause_mode)
       round.leave(peer, State.FENCED, error)
     else:
       round.resumed(peer)
 
-  async def _settle_untouched(self, round: _Round) -> None:
+  async def _settle_untouched(self, round: Round) -> None:
     """Servers that never got a byte: beside a commit they stay paused, else they go on with the
     old.
     """
@@ -390,13 +373,13 @@ class SGLangPublisher:
       try:
         if round.live:
           raise CallError("refused", f"{peer.control.url} missed version {round.version}")
-        await _twice(peer.control.resume)
+        await twice(peer.control.resume)
         round.resumed(peer)
       except CallError as error:
         round.ended[peer] = State.FENCED
         round.reasons.append(str(error))
 
-  def _close_round(self, round: _Round) -> PushReport:
+  def _close_round(self, round: Round) -> PushReport:
     for peer in round.live:
       round.ended[peer] = State.COMMITTED
     now = time.perf_counter()
@@ -425,23 +408,9 @@ class SGLangPublisher:
     self.transport.release(key)
 
 
-async def _twice(call: Callable[[], Awaitable[None]]) -> None:
-  """An idempotent call, once more when its answer was lost."""
+async def _asked(peer: Peer, error: CallError) -> Held:
+  """What it holds now. Raises CallError with both stories if it does not say."""
   try:
-    await call()
-  except CallError as error:
-    if error.failure != "lost":
-      raise
-    await call()
-
-
-def _differences(got: Sequence[RankChecksum], expected: Sequence[Mapping[str, str]]) -> str:
-  """One line on the first wrong or missing parameter, or ""."""
-  if [rank for rank, _ in got] != list(range(len(expected))):
-    return f"ranks {[rank for rank, _ in got]} answered, expected {len(expected)}"
-  for rank, tensors in got:
-    wrong = [name for name, text in expected[rank].items() if tensors.get(name) != text]
-    if wrong:
-      what = "differs" if wrong[0] in tensors else "is not there"
-      return f"{wrong[0]} of rank {rank} {what} ({len(wrong)} of {len(expected[rank])} wrong)"
-  return ""
+    return await peer.control.held()
+  except CallError as silence:
+    raise CallError(silence.failure, f"{error}; {silence}") from silence

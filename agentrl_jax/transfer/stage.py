@@ -82,10 +82,11 @@ def stage(
   """Runs a plan's copies into `buffers` for the round `key` and hashes every segment.
 
   Raises:
-    ValueError: a weight is not finite, or a shard that the plan reads is not on this process; both
-      name the tensor.
+    ValueError: a weight is not finite, replicas of a shard differ, or a shard that the plan reads
+      is not on this process; all name the tensor.
   """
   arrays = leaves(weights)
+  check_replicas(arrays)
   plain, to_quantize = _split(plan)
   for name, group in itertools.groupby(plain, key=lambda copy: copy.src_name):
     leaf = arrays[name]
@@ -105,6 +106,40 @@ def stage(
     for s, digest in zip(plan.segments, hashes, strict=True)
   ]
   return Staged(key, plan, buffers, hashes, fingerprint_of(rows))
+
+
+def check_replicas(arrays: Mapping[str, jax.Array]) -> None:
+  """Raises ValueError, naming tensor and device, unless shards that should be equal are: any of
+  them may be sent.
+
+  Each device adds up its own shard's bits, so only one number leaves it.
+  """
+  sums: dict[tuple[str, str], list[tuple[int, jax.Array]]] = {}
+  for name, leaf in arrays.items():
+    if leaf.is_fully_replicated and len(leaf.addressable_shards) == 1:
+      continue
+    for shard in leaf.addressable_shards:
+      key = (name, str(shard.index))
+      sums.setdefault(key, []).append((shard.device.id, shard.data))
+  pending = {
+    key: [(device, _bit_sum(data)) for device, data in copies]
+    for key, copies in sums.items()
+    if len(copies) > 1
+  }
+  for (name, _), copies in pending.items():
+    first, want = copies[0]
+    for device, got in copies[1:]:
+      if int(got) != int(want):
+        raise ValueError(f"{name}: the copy on device {device} differs from that on {first}")
+
+
+def staged_checksums(staged: Staged, ranks: int) -> tuple[dict[str, str], ...]:
+  """What each rank's checksums on CPU must be once it holds what was staged for it."""
+  out: tuple[dict[str, str], ...] = tuple({} for _ in range(ranks))
+  for segment in staged.plan.segments:
+    data = _bytes(staged.buffers[segment.rank, segment.bucket], segment)
+    out[segment.rank][segment.name] = hashlib.sha256(data).hexdigest()[:16]
+  return out
 
 
 def hash_segments(
@@ -252,6 +287,16 @@ def _fragment(data: jax.Array, start: Sequence[int], size: tuple[int, ...], perm
 
 def _box(index: tuple[slice, ...], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
   return tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+
+
+@jax.jit
+def _bit_sum(data: jax.Array) -> jax.Array:
+  """The sum of all elements' bits, each weighted by its place so that swaps show."""
+  width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[data.dtype.itemsize]
+  bits = data if data.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(data, width)
+  flat = bits.reshape(-1).astype(jnp.uint32)
+  place = jnp.arange(flat.size, dtype=jnp.uint32) * jnp.uint32(2) + jnp.uint32(1)
+  return (flat * place).sum(dtype=jnp.uint32)
 
 
 @jax.jit

@@ -5,7 +5,11 @@ filled its prefix cache, and whether it is paused.
 """
 
 import asyncio
+import base64
 import contextlib
+import hashlib
+import io
+import itertools
 import json
 from pathlib import Path
 from typing import Literal
@@ -14,10 +18,15 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from agentrl_jax.transfer.engine_layout import expected_checksums
+from tests.reference.pickled import Reader
 
+# 400; no answer; closed before, or after, it acts; the process ends before it acts, or is replaced;
+# of a bucket: a bit flips on the way in, its second half or all of it is ignored, an older one
+# comes again after it
 Fault = Literal[
-  "refuse", "hang", "drop", "lose"
-]  # 400; no answer; closed before, or after, it acts
+  "refuse", "hang", "drop", "lose", "die", "restart", "flip", "truncate", "ignore", "replay"
+]
+_START = itertools.count(1)
 
 
 class FakeServer:
@@ -31,6 +40,9 @@ class FakeServer:
     self.calls: list[str] = []
     self.directories: list[str] = []
     self.corrupt = False  # loads a flipped bit
+    self.started = next(_START)
+    self.buckets: list[list[tuple[str, np.ndarray]]] = []
+    self.open = False  # between begin and end of an update
     self._server: asyncio.Server | None = None
     self._tasks: set[asyncio.Task] = set()
 
@@ -54,10 +66,15 @@ class FakeServer:
   async def restart(self):
     """A new process at the same address, with the weights it was started from."""
     await self.stop()
+    self._reborn()
+    self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+
+  def _reborn(self):
+    """A new process: nothing is remembered, nobody told it to pause."""
     self.tensors = {"model.norm.weight": np.zeros(4, np.float32)}
     self.version = self.cached_by = "default"
-    self.paused = False
-    self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+    self.paused = self.open = False
+    self.started = next(_START)
 
   @property
   def url(self):
@@ -89,21 +106,32 @@ class FakeServer:
           await asyncio.sleep(3600)
         if fault == "drop":
           return
+        if fault == "die":
+          self._server.close()
+          for other in self._tasks - {task}:
+            other.cancel()
+          self._server = None
+          return
+        if fault == "restart":
+          self._reborn()
+          return
         status, answer = 400, {"success": False, "message": "told to refuse"}
         if fault != "refuse":
-          status, answer = self._act(route, json.loads(body) if body else {})
+          status, answer = self._act(route, json.loads(body) if body else {}, fault)
         if fault == "lose":
           return
         text = json.dumps(answer).encode()
         writer.write(f"HTTP/1.1 {status} X\r\ncontent-length: {len(text)}\r\n\r\n".encode() + text)
         await writer.drain()
 
-  def _act(self, route, body):
+  def _act(self, route, body, fault):
     match route:
       case "/model_info":
         return 200, {"weight_version": self.version}
       case "/server_info":
-        return 200, {"tp_size": 1, "dtype": "float32", "device": "cpu"}
+        return 200, {
+          "tp_size": 1, "dtype": "float32", "device": "cpu", "startup_time": self.started,
+        }  # fmt: skip
       case "/pause_generation":
         self.paused = True
       case "/continue_generation":
@@ -114,7 +142,7 @@ class FakeServer:
         assert body["abort_all_requests"] is False
         self.version = body["new_version"]
       case "/weights_checker":
-        (checksums,) = expected_checksums(self.tensors, 1)
+        checksums = self._checksums()
         return 200, {"ranks": [{"checksums": checksums, "parallelism_info": [{"tp_rank": 0}]}]}
       case "/update_weights_from_disk":
         assert self.paused, "written while generating"
@@ -127,6 +155,55 @@ class FakeServer:
         }
         if self.corrupt:
           self.tensors["model.norm.weight"][0] += 1
+      case "/begin_weight_update":
+        if self.open:
+          return 400, {"success": False, "message": "an update is open"}
+        self.open = True
+      case "/update_weights_from_tensor":
+        assert self.paused, "written while generating"
+        if not self.open:
+          return 400, {"success": False, "message": "no update is open"}
+        assert body["flush_cache"] is False
+        (payload,) = body["serialized_named_tensors"]
+        self._load(_read(payload, body["load_format"]), fault)
+      case "/end_weight_update":
+        self.open = False
       case _:
         return 404, {}
     return 200, {"success": True}
+
+  def _checksums(self):
+    if any("qkv_proj" in name for name in self.tensors):  # a direct push: its own parameters
+      return {
+        name: hashlib.sha256(array.tobytes()).hexdigest()[:16]
+        for name, array in self.tensors.items()
+      }
+    (checksums,) = expected_checksums(self.tensors, 1)
+    return checksums
+
+  def _load(self, named, fault):
+    if fault == "flip":
+      name, array = named[0]
+      array = array.copy()
+      array.reshape(-1).view(np.uint8)[0] ^= 1
+      named = [(name, array), *named[1:]]
+    if fault == "truncate":
+      named = named[: len(named) // 2]
+    if fault == "ignore":
+      named = []
+    self.tensors |= dict(named)
+    if fault == "replay" and self.buckets:
+      self.tensors |= dict(self.buckets[0])
+    self.buckets.append(named)
+
+
+def _read(payload, load_format):
+  """[(name, array)] of one payload, in either format."""
+  read = Reader(io.BytesIO(base64.b64decode(payload, validate=True))).load()
+  if load_format == "direct":
+    return [(name, np.array(array)) for name, array in read]
+  return [
+    (item.name, read["flattened_tensor"][item.start_idx : item.end_idx].view(item.dtype)
+     .reshape(item.shape))
+    for item in read["metadata"]
+  ]  # fmt: skip

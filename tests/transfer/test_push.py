@@ -39,12 +39,13 @@ def at(weights, version):
 
 
 @contextlib.asynccontextmanager
-async def rig(root, servers, deadline):
+async def rig(root, servers, deadline, transport=None):
   """Fake servers and their publisher."""
+  transport = transport or DiskTransport(root)
   async with contextlib.AsyncExitStack() as stack:
     fakes = [await stack.enter_async_context(FakeServer()) for _ in range(servers)]
     publisher = sglang_publisher(
-      MODEL, [f.url for f in fakes], transport=DiskTransport(root), run_id="run", deadline=deadline
+      MODEL, [f.url for f in fakes], transport=transport, run_id="run", deadline=deadline
     )
     stack.push_async_callback(publisher.close)
     yield publisher, fakes
@@ -66,7 +67,8 @@ def test_a_round_commits_in_order(tmp_path, weights):
     assert report.state is State.COMMITTED
     assert fakes[0].calls == [
       "/model_info", "/server_info", "/pause_generation", DISK, "/weights_checker", "/flush_cache",
-      "/update_weight_version", "/continue_generation",
+      "/server_info", "/update_weight_version", "/server_info", "/continue_generation",
+      "/model_info",
     ]  # fmt: skip
     assert list(report.phases) == [
       "prepare", "stage", "pause", "send", "verify", "flush", "version", "continue",
@@ -278,7 +280,7 @@ def test_an_interrupted_round_must_be_recovered_from(tmp_path, weights):
     await publisher.publish(at(weights, 1), 1)
     fakes[0].faults[DISK] = ["hang"]
     running = asyncio.create_task(publisher.publish(at(weights, 2), 2))
-    while DISK not in fakes[0].calls[8:]:
+    while DISK not in fakes[0].calls[11:]:
       await asyncio.sleep(0.01)
     with pytest.raises(PushError, match="while another round runs"):
       await publisher.publish(at(weights, 2), 2)

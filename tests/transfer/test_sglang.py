@@ -16,7 +16,7 @@ from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer
 from agentrl_jax.transfer.push import sglang_publisher
 from agentrl_jax.transfer.report import State
 from agentrl_jax.transfer.transports.disk import DiskTransport
-from agentrl_jax.transfer.transports.tensor import TensorTransport
+from agentrl_jax.transfer.transports.tensor import DirectTransport, TensorTransport
 from tests.sglang_fixture import transformers_logp
 
 pytestmark = pytest.mark.sglang
@@ -66,11 +66,13 @@ def reference(python, model, weights, source, directory):
   return want
 
 
-@pytest.fixture(params=["disk", "tensor"])
+@pytest.fixture(params=["disk", "tensor", "direct"])
 def transport(request, tmp_path):
   # A bucket of 64 kB makes several requests of the tiny model.
   if request.param == "disk":
     return DiskTransport(tmp_path / "staging", bucket_bytes=1 << 16)
+  if request.param == "direct":
+    return DirectTransport(bucket_bytes=1 << 16)
   return TensorTransport(bucket_bytes=1 << 16)
 
 
@@ -162,7 +164,12 @@ def pair_server(sglang_python, tiny_llama, tmp_path_factory) -> Iterator[SGLangS
 def test_two_tensor_parallel_ranks(pair_server, sglang_python, tiny_llama, tmp_path):
   model = load_model(tiny_llama)
   original = load_weights(model, tiny_llama)
-  transports = [DiskTransport(tmp_path / "staging"), TensorTransport(bucket_bytes=1 << 16)]
+  transports = [
+    DirectTransport(bucket_bytes=1 << 16),
+    DiskTransport(tmp_path / "staging"),
+    TensorTransport(bucket_bytes=1 << 16),
+    DirectTransport(),
+  ]
   for version, transport in enumerate(transports, start=1):
     weights = changed(original, seed=version)
     spread = jax.device_put(weights, shardings(model, make_mesh(fsdp=4, tensor=2)))

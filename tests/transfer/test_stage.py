@@ -12,7 +12,7 @@ from agentrl_jax.models.sharding import make_mesh, shardings
 from agentrl_jax.transfer.engine_layout import expected_checksums
 from agentrl_jax.transfer.layout import assemblies, assembly
 from agentrl_jax.transfer.plan import plan, whole
-from agentrl_jax.transfer.stage import allocate, leaves, source_layout, stage
+from agentrl_jax.transfer.stage import allocate, check_replicas, leaves, source_layout, stage
 from tests.reference import transfer as reference
 
 MODEL = llama.bind(
@@ -116,3 +116,15 @@ def test_checksums_of_ranks_are_of_their_rows():
       "l.0.qkv_proj.weight": sha(np.concatenate(rows)),
       "l.0.o_proj.weight": sha(np.split(tensors["l.0.o_proj.weight"], 2, axis=1)[rank]),
     }
+
+
+def test_replicas_that_differ_are_named():  # W25
+  mesh = make_mesh(fsdp=2)
+  placed = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  good = np.arange(6, dtype=np.float32)
+  check_replicas({"norm": jax.device_put(good, placed)})
+  for bad in (good + np.float32(1e-6), good[[1, 0, 2, 3, 4, 5]]):  # a last bit, a swap
+    parts = [jax.device_put(a, d) for a, d in zip((good, bad), jax.devices()[:2], strict=True)]
+    array = jax.make_array_from_single_device_arrays((6,), placed, parts)
+    with pytest.raises(ValueError, match="norm: the copy on device 1 differs from that on 0"):
+      check_replicas({"norm": array})

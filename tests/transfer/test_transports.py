@@ -2,25 +2,31 @@
 
 import asyncio
 import base64
-import collections
 import io
 import json
 import os
-import pickle
-import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from agentrl_jax.transfer.engine_layout import (
+  direct_target,
+  parameters,
+  quantized_parameters,
+  quantized_weights,
+)
 from agentrl_jax.transfer.layout import assembly
-from agentrl_jax.transfer.plan import plan, whole
-from agentrl_jax.transfer.stage import Staged, source_layout, stage
+from agentrl_jax.transfer.plan import plan, whole, with_dtypes
+from agentrl_jax.transfer.quantize import OCP
+from agentrl_jax.transfer.stage import Staged, source_layout, stage, staged_checksums
 from agentrl_jax.transfer.transports.disk import DiskTransport
 from agentrl_jax.transfer.transports.pickled import flattened_bucket
-from agentrl_jax.transfer.transports.tensor import TensorTransport, _Body
+from agentrl_jax.transfer.transports.tensor import DirectTransport, TensorTransport, _Body
 from agentrl_jax.transfer.wire import WireError, bucket_entries
+from tests.reference import quantize as quantize_reference
+from tests.reference.pickled import Reader
 
 ARRAYS = {
   "a": np.arange(35, dtype=np.float32).reshape(5, 7),
@@ -91,45 +97,70 @@ def test_disk_replaces_what_a_dead_trainer_left(tmp_path):
   assert [path.name for path in tmp_path.iterdir()] == ["run-1"]
 
 
-class Reader(pickle.Unpickler):
-  """Unpickles with stand-ins for the few names that a server allows, and no others."""
-
-  def find_class(self, module, name):
-    allowed = {
-      ("torch.storage", "_load_from_bytes"): load_storage,
-      ("torch._utils", "_rebuild_tensor_v2"): rebuild,
-      ("collections", "OrderedDict"): collections.OrderedDict,
-      ("types", "SimpleNamespace"): types.SimpleNamespace,
-      ("torch", "float32"): np.dtype(np.float32),
-      ("torch", "bfloat16"): np.dtype(jnp.bfloat16),
-      ("torch", "ByteStorage"): np.uint8,
-    }
-    return allowed[module, name]
-
-  def persistent_load(self, pid):
-    kind, dtype, key, place, count, view = pid
-    assert (kind, key, place, view) == ("storage", "0", "cpu", None)
-    return dtype, count
+def direct_weights():
+  """Two matrices to fuse, one cut by columns and a norm, as [in, out] arrays."""
+  rng = np.random.default_rng(0)
+  shapes = {"q_proj": (128, 256), "k_proj": (128, 256), "v_proj": (128, 256), "o_proj": (256, 128)}
+  arrays = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+  arrays["norm"] = rng.normal(size=(128,)).astype(np.float32)
+  return arrays
 
 
-def load_storage(data):
-  """torch's legacy stream: magic, protocol, sizes, object, keys, count, data."""
-  stream = io.BytesIO(data)
-  assert Reader(stream).load() == 0x1950A86A20F9469CFC6C
-  assert Reader(stream).load() == 1001
-  assert Reader(stream).load()["little_endian"] is True
-  dtype, count = Reader(stream).load()
-  assert Reader(stream).load() == ["0"]
-  assert int.from_bytes(stream.read(8), "little") == count
-  values = np.frombuffer(stream.read(), dtype)
-  assert len(values) == count
-  return values
+@pytest.mark.parametrize("how", [None, OCP])
+def test_direct_sends_each_rank_its_own_parameters(how):
+  arrays, ranks = direct_weights(), 2
+  transport, peer = DirectTransport(bucket_bytes=100_000), Peer()
+  weights = {name: jnp.asarray(array) for name, array in arrays.items()}
+  rules = [
+    assembly(f"l.{n}.weight", f"['{n}']", a.shape, perm=(1, 0) if a.ndim == 2 else None)
+    for n, a in arrays.items()
+  ]
+  made = parameters(rules, ranks)
+  quantized = quantized_parameters(made, quantized_weights(rules, how)) if how else {}
+  target = with_dtypes(direct_target(made, "float32", ranks), quantized)
+  routed = plan(
+    source_layout(weights), target, [p.assembly for p in made], quantized=quantized, split=False,
+    bucket_bytes=transport.bucket_bytes, align=transport.align,
+  )  # fmt: skip
+  staged = stage(routed, weights, transport.allocate(routed, "run-1"), "run-1")
+  asyncio.run(transport.send(staged, peer, ranks))
+  got = [{}, {}]
+  for _, body in peer.calls[1:-1]:
+    assert (body["load_format"], body["flush_cache"]) == ("direct", False)
+    assert len(body["serialized_named_tensors"]) == ranks
+    for rank, text in enumerate(body["serialized_named_tensors"]):
+      got[rank] |= dict(Reader(io.BytesIO(base64.b64decode(text, validate=True))).load())
+  qkv = [
+    np.concatenate([np.split(arrays[f"{k}_proj"].T, ranks)[r] for k in "qkv"]) for r in range(ranks)
+  ]
+  o = np.split(arrays["o_proj"].T, ranks, axis=1)
+  for rank in range(ranks):
+    want = {"l.norm.weight": arrays["norm"]}
+    for name, value in (("l.qkv_proj.weight", qkv[rank]), ("l.o_proj.weight", o[rank])):
+      if how is None:
+        want[name] = value
+        continue
+      exact = value.astype(jnp.bfloat16).astype(np.float32)
+      coded, scales = quantize_reference.quantize(exact, *how)
+      want[name], want[f"{name}_scale_inv"] = coded, scales
+    assert got[rank].keys() == want.keys()
+    for name, value in want.items():
+      found = got[rank][name]
+      np.testing.assert_array_equal(found.view(value.dtype), value)
+    by_name = {s.name: s for s in routed.segments if s.rank == rank}
+    checksums = staged_checksums(staged, ranks)[rank]
+    assert checksums.keys() == by_name.keys()
+    assert checksums["l.norm.weight"] == quantize_reference.sha(arrays["norm"])
 
 
-def rebuild(storage, offset, size, stride, requires_grad, hooks):
-  assert (offset, stride, requires_grad, hooks) == (0, (1,), False, {})
-  assert size == (len(storage),)
-  return storage
+def test_direct_refuses_what_would_not_be_the_engines_blocks():
+  rules = [assembly(f"l.{n}_proj.weight", n, (64, 128), perm=(1, 0)) for n in "qkv"]
+  made = parameters(rules, 2)  # 64 rows a rank and part: blocks of 128 would mix parts
+  with pytest.raises(ValueError, match=r"l.qkv_proj.weight: rows \(0, 64\) are not whole blocks"):
+    quantized_parameters(made, {rule.dst: OCP for rule in rules})
+  vocabulary = [assembly("model.embed_tokens.weight", "e", (100, 8))]
+  with pytest.raises(ValueError, match=r"embed_tokens.weight has 100 rows, the engine pads to 64s"):
+    direct_target(parameters(vocabulary, 1), "float32", 1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -164,13 +195,13 @@ def test_tensor_sends_every_rank_the_whole_bucket(dtype, ranks):
 def test_base64_is_seamless_whatever_the_lengths(extra):
   data = np.arange(100 + extra, dtype=np.uint8)
   payload = flattened_bucket((), len(data))._replace(head=b"h" * extra, tail=b"t" * (extra % 4))
-  body = _Body(payload, data, 1)
+  body = _Body([(payload, data)], "direct")
 
   async def text():
     return b"".join([chunk async for chunk in body.chunks()])
 
   read = json.loads(asyncio.run(text()))["serialized_named_tensors"][0]
-  assert base64.b64decode(read, validate=True) == b"".join(bytes(run) for run in body.runs)
+  assert base64.b64decode(read, validate=True) == b"".join(map(bytes, body.ranks[0]))
 
 
 def test_a_bucket_that_would_kill_the_server_is_not_sent():

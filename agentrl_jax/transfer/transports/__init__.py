@@ -11,7 +11,8 @@ from agentrl_jax.transfer.stage import Staged
 
 
 class Transport(Protocol):
-  """What a round asks of a transport. `bucket_bytes` and `align` shape the plan.
+  """What a round asks of a transport. `bucket_bytes`, `align` and `per_rank` shape the plan:
+  buckets are of each rank's own parameters, or of checkpoint tensors that all ranks take parts of.
 
   A transport gives the staging memory, so that weights are packed where they are sent from.
   """
@@ -19,6 +20,7 @@ class Transport(Protocol):
   name: str
   bucket_bytes: int
   align: int
+  per_rank: bool
 
   def allocate(self, plan: Plan, key: str) -> Mapping[tuple[int, int], np.ndarray]:
     """Zeroed staging buckets for the round `key`. Raises OSError, with the sizes, when they do not

@@ -38,6 +38,7 @@ class DiskTransport:
   """
 
   name = "disk"
+  per_rank = False
   align = 1  # the format allows no gaps; tensors of one dtype stay aligned to it
 
   def __init__(

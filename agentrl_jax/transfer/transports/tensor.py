@@ -4,14 +4,14 @@ here.
 
 import binascii
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from agentrl_jax.transfer.control import CallError, Control
-from agentrl_jax.transfer.plan import Plan
+from agentrl_jax.transfer.plan import Bucket, Plan
 from agentrl_jax.transfer.stage import Staged, allocate
-from agentrl_jax.transfer.transports.pickled import Payload, flattened_bucket
+from agentrl_jax.transfer.transports.pickled import Payload, flattened_bucket, named_tensors
 from agentrl_jax.transfer.wire import bucket_entries
 
 _CHUNK = 3 << 20  # bytes encoded at a time; a multiple of three
@@ -28,6 +28,7 @@ class TensorTransport:
 
   name = "tensor"
   align = 16
+  per_rank = False
 
   def __init__(self, *, bucket_bytes: int = 128 << 20):
     self.bucket_bytes = bucket_bytes
@@ -39,21 +40,71 @@ class TensorTransport:
 
   async def send(self, staged: Staged, peer: Control, ranks: int) -> None:
     """One update session: begin, each bucket, end."""
-    await _begin(peer)
-    for bucket in staged.plan.buckets:
-      payload = flattened_bucket(bucket_entries(staged, bucket), bucket.nbytes)
-      body = _Body(payload, staged.buffers[bucket.rank, bucket.index], ranks)
-      await peer.call(
-        "POST", "/update_weights_from_tensor", content=body.chunks(), length=body.length
-      )
-    await peer.call("POST", "/end_weight_update", {})
+    async with session(peer):
+      for bucket in staged.plan.buckets:
+        payload = flattened_bucket(bucket_entries(staged, bucket), bucket.nbytes)
+        data = staged.buffers[bucket.rank, bucket.index]
+        await post(peer, [(payload, data)] * ranks, "flattened_bucket")
 
   def release(self, key: str) -> None:
     """Nothing outlives the staged weights."""
 
 
-async def _begin(peer: Control) -> None:
-  """Opens the session; one that a dead trainer left open is closed first."""
+class DirectTransport:
+  """Pushes each rank's own parameters through `/update_weights_from_tensor`: `direct` format.
+
+  Fusing and cutting are done here, where the weights are, and no rank is sent another's.
+
+  Args:
+    bucket_bytes: most bytes of a request and rank before base64, unless one parameter is larger.
+  """
+
+  name = "direct"
+  align = 16
+  per_rank = True
+
+  def __init__(self, *, bucket_bytes: int = 128 << 20):
+    self.bucket_bytes = bucket_bytes
+
+  def allocate(self, plan: Plan, key: str) -> Mapping[tuple[int, int], np.ndarray]:
+    """Ordinary memory, freed with the staged weights."""
+    del key
+    return allocate(plan)
+
+  async def send(self, staged: Staged, peer: Control, ranks: int) -> None:
+    """One update session: begin, the k-th bucket of every rank at once, end."""
+    by_index: dict[int, dict[int, Bucket]] = {}
+    for bucket in staged.plan.buckets:
+      by_index.setdefault(bucket.index, {})[bucket.rank] = bucket
+    async with session(peer):
+      for _, buckets in sorted(by_index.items()):
+        payloads = [_of_rank(staged, buckets.get(rank)) for rank in range(ranks)]
+        await post(peer, payloads, "direct")
+
+  def release(self, key: str) -> None:
+    """Nothing outlives the staged weights."""
+
+
+def _of_rank(staged: Staged, bucket: Bucket | None) -> tuple[Payload, np.ndarray]:
+  if bucket is None:
+    return named_tensors((), 0), np.zeros(0, np.uint8)
+  payload = named_tensors(bucket_entries(staged, bucket), bucket.nbytes)
+  return payload, staged.buffers[bucket.rank, bucket.index]
+
+
+async def post(
+  peer: Control, payloads: Sequence[tuple[Payload, np.ndarray]], load_format: str
+) -> None:
+  """One request with a payload and its data for each rank."""
+  body = _Body(payloads, load_format)
+  await peer.call("POST", "/update_weights_from_tensor", content=body.chunks(), length=body.length)
+
+
+@contextlib.asynccontextmanager
+async def session(peer: Control) -> AsyncIterator[None]:
+  """The begin and end that updates must lie between; one that a dead trainer left open is closed
+  first. A failure inside leaves it open: weights are then in doubt and the server is fenced.
+  """
   try:
     await peer.call("POST", "/begin_weight_update", {})
   except CallError as error:
@@ -62,25 +113,26 @@ async def _begin(peer: Control) -> None:
     with contextlib.suppress(CallError):
       await peer.call("POST", "/end_weight_update", {})
     await peer.call("POST", "/begin_weight_update", {})
+  yield
+  await peer.call("POST", "/end_weight_update", {})
 
 
 class _Body:
   """The JSON of a request, encoded as it is sent: memory stays at one chunk."""
 
-  def __init__(self, payload: Payload, data: np.ndarray, ranks: int):
-    self.runs = (payload.head, data.data, payload.tail)
-    self.ranks = ranks
+  def __init__(self, payloads: Sequence[tuple[Payload, np.ndarray]], load_format: str):
+    self.ranks = [(payload.head, data.data, payload.tail) for payload, data in payloads]
     self.before = (
-      b'{"load_format":"flattened_bucket","flush_cache":false,"serialized_named_tensors":['
+      f'{{"load_format":"{load_format}","flush_cache":false,"serialized_named_tensors":['.encode()
     )
-    size = 4 * -(-(len(payload.head) + payload.nbytes + len(payload.tail)) // 3)
-    self.length = len(self.before) + ranks * (size + 2) + (ranks - 1) + len(b"]}")
+    texts = sum(4 * -(-sum(map(len, runs)) // 3) + 2 for runs in self.ranks)
+    self.length = len(self.before) + texts + (len(payloads) - 1) + len(b"]}")
 
   async def chunks(self) -> AsyncIterator[bytes]:
     yield self.before
-    for rank in range(self.ranks):
+    for rank, runs in enumerate(self.ranks):
       yield b',"' if rank else b'"'
-      for chunk in _base64(self.runs):
+      for chunk in _base64(runs):
         yield chunk
       yield b'"'
     yield b"]}"
