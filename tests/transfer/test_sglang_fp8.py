@@ -104,7 +104,9 @@ def fp8_server(sglang_python, tmp_path_factory):
   log = tmp_path_factory.mktemp("log") / "server.log"
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("PYTHONPATH", str(plugins))
-    options = ServerOptions(directory, dtype="bfloat16", python=sglang_python, log=log)
+    options = ServerOptions(
+      directory, dtype="bfloat16", python=sglang_python, log=log, start_seconds=600
+    )
     with SGLangServer(options) as server:
       yield server
 
