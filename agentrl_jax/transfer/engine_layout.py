@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from agentrl_jax.transfer.layout import Assembly, apply, assembly, full, fuse, stack
@@ -169,31 +170,54 @@ def direct_target(
 
 
 def expected_checksums(
-  tensors: Mapping[str, np.ndarray], ranks: int, *, kv_heads: int | None = None
+  tensors: Mapping[str, np.ndarray],
+  ranks: int,
+  *,
+  kv_heads: int | None = None,
+  block: tuple[int, int] | None = None,
 ) -> tuple[dict[str, str], ...]:
-  """What each rank's `/weights_checker` reports on CPU: 8 bytes of SHA-256 of each parameter.
+  """What each rank's `/weights_checker` reports on CPU.
 
   Args:
     tensors: the whole checkpoint by Hugging Face name, in the engine's dtype.
     kv_heads: as of `parameters`.
+    block: of weights that are quantised in blocks.
   Returns:
     for each rank, checksum by the engine's parameter name. Vocabularies that the engine pads are
     left out.
   """
   identity, sources = _identity(tensors)
-  out: tuple[dict[str, str], ...] = tuple({} for _ in range(ranks))
+  held: tuple[dict[str, np.ndarray], ...] = tuple({} for _ in range(ranks))
   for made, axis in parameters(identity, ranks, kv_heads=kv_heads):
     if _module(made.dst) in _VOCAB and made.shape[0] % _VOCAB_PADDING:
       continue
     single = sources.get(made.dst)
     value = apply(made, sources) if single is None else single
     for rank in range(ranks):
-      if rank and axis is None:
-        out[rank][made.dst] = out[0][made.dst]
-        continue
       box = _rank_box(made.shape, axis, rank, ranks)
-      part = np.ascontiguousarray(value[tuple(slice(*span) for span in box)])
-      out[rank][made.dst] = hashlib.sha256(part.reshape(-1).view(np.uint8)).hexdigest()[:16]
+      held[rank][made.dst] = value[tuple(slice(*span) for span in box)]
+  return tuple(checksums_of(parts, block) for parts in held)
+
+
+def checksums_of(
+  parts: Mapping[str, np.ndarray], block: tuple[int, int] | None = None
+) -> dict[str, str]:
+  """One rank's checksums on CPU: 8 bytes of SHA-256 of each parameter.
+
+  Of a weight with scales of blocks, SGLang hashes the bfloat16 product of both, under the weight's
+  name (sglang/srt/utils/weight_checker.py).
+  """
+  out = {}
+  for name, value in parts.items():
+    scales = parts.get(f"{name}_scale_inv")
+    if block and name.endswith("_scale_inv") and name.removesuffix("_scale_inv") in parts:
+      continue
+    if block and scales is not None:
+      spread = np.repeat(np.repeat(scales, block[0], -2), block[1], -1)
+      spread = spread[..., : value.shape[-2], : value.shape[-1]]
+      value = (value.astype(np.float32) * spread).astype(ml_dtypes.bfloat16)
+    data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    out[name] = hashlib.sha256(data).hexdigest()[:16]
   return out
 
 

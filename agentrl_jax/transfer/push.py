@@ -14,10 +14,12 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import httpx
+import numpy as np
 
 from agentrl_jax.models.model import Model
 from agentrl_jax.transfer.control import CallError, Control, Held, PauseMode
 from agentrl_jax.transfer.engine_layout import (
+  checksums_of,
   direct_target,
   expected_checksums,
   parameters,
@@ -30,7 +32,7 @@ from agentrl_jax.transfer.quantize import OCP, Quantization
 from agentrl_jax.transfer.quantize import check as check_quantization
 from agentrl_jax.transfer.report import PushError, PushReport, State
 from agentrl_jax.transfer.round import Peer, Round, differences, twice
-from agentrl_jax.transfer.stage import Staged, source_layout, stage, staged_checksums
+from agentrl_jax.transfer.stage import Staged, source_layout, stage
 from agentrl_jax.transfer.transports import Transport
 
 
@@ -289,14 +291,21 @@ class SGLangPublisher:
 
   async def _expected(self, staged: Staged, round: Round) -> Mapping[int, Sequence[Mapping]]:
     """By tensor-parallel size, what the ranks of servers on CPU must report."""
+    if not any(peer.exact for peer in round.live):
+      return {}
+    block = self.quantization.block if self.quantization else None
     if self.transport.per_rank:
-      (ranks,) = {peer.ranks for peer in round.live} or {0}
-      return {ranks: await asyncio.to_thread(staged_checksums, staged, ranks)} if ranks else {}
+      held: list[dict[str, np.ndarray]] = [{} for _ in {b.rank for b in staged.plan.buckets}]
+      for segment in staged.plan.segments:
+        held[segment.rank][segment.name] = staged.view(segment)
+      made = await asyncio.to_thread(lambda: [checksums_of(parts, block) for parts in held])
+      return {len(held): made}
     tensors = {segment.name: staged.view(segment) for segment in staged.plan.segments}
     sizes = sorted({peer.ranks for peer in round.live if peer.exact})
     kv_heads = self.model.units.get("kv_heads")
     return {
-      n: await asyncio.to_thread(expected_checksums, tensors, n, kv_heads=kv_heads) for n in sizes
+      n: await asyncio.to_thread(expected_checksums, tensors, n, kv_heads=kv_heads, block=block)
+      for n in sizes
     }
 
   async def _verify(self, round: Round, peer: Peer, expected: Mapping) -> None:

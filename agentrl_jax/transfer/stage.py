@@ -133,15 +133,6 @@ def check_replicas(arrays: Mapping[str, jax.Array]) -> None:
         raise ValueError(f"{name}: the copy on device {device} differs from that on {first}")
 
 
-def staged_checksums(staged: Staged, ranks: int) -> tuple[dict[str, str], ...]:
-  """What each rank's checksums on CPU must be once it holds what was staged for it."""
-  out: tuple[dict[str, str], ...] = tuple({} for _ in range(ranks))
-  for segment in staged.plan.segments:
-    data = _bytes(staged.buffers[segment.rank, segment.bucket], segment)
-    out[segment.rank][segment.name] = hashlib.sha256(data).hexdigest()[:16]
-  return out
-
-
 def hash_segments(
   segments: Sequence[Segment], buffers: Mapping[tuple[int, int], np.ndarray]
 ) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -82,6 +83,26 @@ def test_checksums_of_experts_are_of_the_stacked_parameters():
       index = tuple(slice(*span) for span in target.shards[rank].index)
       part = np.ascontiguousarray(apply(parameter.assembly, arrays)[index])
       assert checksums[target.name] == quantize_reference.sha(part)
+
+
+def test_checksums_of_blocks_are_of_their_products():
+  """Two ranks of one fused matrix of two blocks each, as SGLang hashes them."""
+  rng = np.random.default_rng(2)
+  tensors, parts = {}, []
+  for name in ("gate_proj", "up_proj"):
+    values = rng.normal(size=(256, 130)).astype(ml_dtypes.bfloat16).astype(np.float32)
+    coded, scales = quantize_reference.quantize(values, *OCP)
+    tensors[f"l.{name}.weight"] = coded.view(ml_dtypes.float8_e4m3fn)
+    tensors[f"l.{name}.weight_scale_inv"] = scales
+    table = quantize_reference.TABLES["float8_e4m3fn"].astype(np.float32)
+    exact = [
+      [table[coded[i, j]] * scales[i // 128, j // 128] for j in range(130)] for i in range(256)
+    ]
+    parts.append(np.array(exact, np.float32).astype(ml_dtypes.bfloat16))
+  got = expected_checksums(tensors, 2, block=(128, 128))
+  for rank in range(2):
+    want = np.concatenate([np.split(part, 2)[rank] for part in parts])
+    assert got[rank] == {"l.gate_up_proj.weight": quantize_reference.sha(want)}
 
 
 def test_heads_are_repeated_where_there_are_fewer_than_ranks():

@@ -20,7 +20,7 @@ from agentrl_jax.transfer.engine_layout import (
 from agentrl_jax.transfer.layout import assembly
 from agentrl_jax.transfer.plan import plan, whole, with_dtypes
 from agentrl_jax.transfer.quantize import OCP
-from agentrl_jax.transfer.stage import Staged, source_layout, stage, staged_checksums
+from agentrl_jax.transfer.stage import Staged, source_layout, stage
 from agentrl_jax.transfer.transports.auto import choose
 from agentrl_jax.transfer.transports.disk import DiskTransport
 from agentrl_jax.transfer.transports.pickled import flattened_bucket
@@ -148,10 +148,6 @@ def test_direct_sends_each_rank_its_own_parameters(how):
     for name, value in want.items():
       found = got[rank][name]
       np.testing.assert_array_equal(found.view(value.dtype), value)
-    by_name = {s.name: s for s in routed.segments if s.rank == rank}
-    checksums = staged_checksums(staged, ranks)[rank]
-    assert checksums.keys() == by_name.keys()
-    assert checksums["l.norm.weight"] == quantize_reference.sha(arrays["norm"])
 
 
 def test_direct_refuses_what_would_not_be_the_engines_blocks():
