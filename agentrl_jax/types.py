@@ -61,6 +61,7 @@ class Aux:
   ref_logp: Float[Array, "B T"] | None = None
   value: Float[Array, "B T"] | None = None
   clip_high: Float[Array, ""] | None = None  # this step's upper clip, where a controller moves it
+  explained: Float[Array, ""] | None = None  # most of the targets' variance in a step before this
 
 
 @flax.struct.dataclass

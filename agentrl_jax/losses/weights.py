@@ -85,3 +85,30 @@ def drop_truncated(base: WeightFn) -> WeightFn:
     return base(dataclasses.replace(batch, action=batch.action & jnp.logical_not(cut)), aux, credit)
 
   return weight
+
+
+def once_explained(base: WeightFn, least: float = 0.0) -> WeightFn:
+  """No weight for the policy until the critic has explained more than `least` of the variance of
+  its targets, 1 - Var(target - V) / Var(target), in an earlier step. The critic learns meanwhile.
+
+  Where no run keeps count (`Aux.explained` is None), by this batch's own old values; raises
+  ValueError, when traced, where there are none or no targets.
+  """
+
+  def weight(batch: TrajectoryBatch, aux: Aux, credit: Credit) -> Float[Array, "B T"]:
+    if aux.explained is not None:
+      return jnp.where(aux.explained > least, base(batch, aux, credit), 0.0)
+    value, target, learns = aux.value, credit.value_target, credit.value_weight
+    if value is None or target is None or learns is None:
+      raise ValueError("once_explained needs a critic: values, and an advantage that gives targets")
+    keep = learns > 0
+    count = jnp.maximum(keep.sum(dtype=jnp.float32), 1.0)
+
+    def variance(x):  # of numbers that are 0 where nothing is learned
+      return jnp.square(jnp.where(keep, x - x.sum() / count, 0.0)).sum() / count
+
+    target, value = jnp.where(keep, target, 0.0), jnp.where(keep, value, 0.0)
+    good = variance(target - value) < (1.0 - least) * variance(target)
+    return jnp.where(good, base(batch, aux, credit), 0.0)
+
+  return weight

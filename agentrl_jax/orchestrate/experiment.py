@@ -54,16 +54,23 @@ class Taskset:
 class Batch:
   """How many episodes a step, and how they lie in memory.
 
-  `micro_rows` rows of `row_length` positions are differentiated at a time on each data shard. With
+  `micro_rows` rows of `row_length` positions are differentiated at a time on each data shard. The
+  step is cut into `minibatches` updates, each on its own micro-batches; all of them are compared
+  with the policy that the step began with. With
   `only_mixed`, groups whose members all got the same reward are left out of the step (they carry no
-  advantage, but would count in its denominators). With `share_prompts` a row holds the prompt of
-  its episodes once; the numbers are the same, the model reads fewer tokens.
+  advantage, but would count in its denominators). `least_rows` and `least_turns` are room that a
+  batch has at least: steps whose episodes differ in length are then one program. With
+  `share_prompts` a row holds the prompt of its episodes once; the numbers are the same, the model
+  reads fewer tokens.
   """
 
   groups: int = 8
   members: int = 8
   row_length: int = 512
   micro_rows: int = 1
+  minibatches: int = 1
+  least_rows: int = 1
+  least_turns: int = 1
   only_mixed: bool = False
   share_prompts: bool = True
 
@@ -145,3 +152,5 @@ class Experiment:
         f"batch.members is {self.batch.members}, expected at least 2: the algorithm compares the "
         "members of a group"
       )
+    if self.batch.minibatches < 1:
+      raise ValueError(f"batch.minibatches is {self.batch.minibatches}, expected at least 1")

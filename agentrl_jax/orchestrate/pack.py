@@ -48,6 +48,7 @@ def pack(
   micro_rows: int,
   min_members: int = 2,
   share_prompts: bool = False,
+  least: tuple[int, int] = (1, 1),
 ) -> Packed:
   """Packs scored episodes; faulted ones take no row and enter no statistic.
 
@@ -59,6 +60,8 @@ def pack(
     min_members: groups with fewer scored members are dropped (a group baseline needs 2).
     share_prompts: lay what all samples of a row begin with there once, see
       `TrajectoryBatch.parent`.
+    least: rows and turns that the batch has at least, padding included: room for longer episodes
+      keeps the shape, and with it the compiled programs; rows without a token are not computed.
 
   Returns:
     Packed, whose batch has B, R and U rounded up to buckets.
@@ -82,11 +85,12 @@ def pack(
   pieces = _pieces(kept, share_prompts)
   samples = sum(len(e.samples) for e in episodes)
   rows = _place(pieces, row_length, micro_rows, share_prompts)
+  blocks = max(len(rows) // micro_rows, -(-least[0] // micro_rows))
   batch = _empty(
-    bucket(len(rows) // micro_rows) * micro_rows,
+    bucket(blocks) * micro_rows,
     row_length,
     trajectories=bucket(len(episodes)),
-    turns=bucket(sum(len(e.turn_rewards) for e in episodes)),
+    turns=bucket(max(least[1], sum(len(e.turn_rewards) for e in episodes))),
   )
   first_turn = np.cumsum([0] + [len(e.turn_rewards) for e in episodes])
   for r, episode in enumerate(episodes):

@@ -76,6 +76,7 @@ class Run:
   progress: Progressing
   stage: Stage | None  # None on processes that only learn
   clip: ClipController | None = None
+  explained: float = 0.0  # most that the critic has explained of its targets' variance in a step
 
   @property
   def rows(self) -> int:
@@ -116,7 +117,8 @@ class Run:
         self.step,
         {"next": self.cursor},
         identity(self.experiment),
-        {} if self.clip is None else {"clip_offset": self.clip.offset},
+        {"explained": self.explained}
+        | ({} if self.clip is None else {"clip_offset": self.clip.offset}),
       ),
     )
 
@@ -147,7 +149,7 @@ async def open_run(
     mesh = make_mesh(devices=None, **experiment.mesh)
     hosts.check_mesh(mesh.size)
     state, host_state = _state(experiment, workdir, model, mesh)
-    step = int(state.step)
+    step = host_state.weight_version
     if step:
       progress.say(f"resuming after step {step} from {workdir / 'checkpoints'}")
     if config is not None and hosts.leads():
@@ -166,6 +168,7 @@ async def open_run(
       step=step,
       cursor=int(host_state.cursor["next"]),
       clip=_clip(experiment, host_state),
+      explained=float(host_state.carry.get("explained", 0.0)),
       served=served,
       saver=saver,
       progress=progress,

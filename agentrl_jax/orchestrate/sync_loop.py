@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from agentrl_jax.losses.checks import some_group_of_two
+from agentrl_jax.losses.values import explained_variance
+from agentrl_jax.ops.stats import add_metrics
 from agentrl_jax.orchestrate import hosts
 from agentrl_jax.orchestrate.evaluate import (
   evaluate,
@@ -20,12 +22,13 @@ from agentrl_jax.orchestrate.evaluate import (
 from agentrl_jax.orchestrate.experiment import Experiment
 from agentrl_jax.orchestrate.groups import mixed, rollout_metrics
 from agentrl_jax.orchestrate.metrics import Clock, Progressing, line, to_floats
+from agentrl_jax.orchestrate.minibatches import minibatches
 from agentrl_jax.orchestrate.pack import Packed, pack
 from agentrl_jax.orchestrate.run import Run, Stage, open_run, synchronise
 from agentrl_jax.orchestrate.trajectories import write_trajectories
 from agentrl_jax.rollout.collect import Collection, collect_groups
 from agentrl_jax.rollout.records import Episode
-from agentrl_jax.types import Aux, TrajectoryBatch
+from agentrl_jax.types import Aux, Metrics, TrajectoryBatch
 
 
 class Mismatch(RuntimeError):
@@ -71,8 +74,14 @@ async def take_step(run: Run) -> None:
   clock.lap("evaluate")
 
   loss_batch = run.prepare(batch, aux)
-  run.state, metrics = run.update(run.state, loss_batch)
+  count = experiment.batch.minibatches
+  metrics: Metrics = {}
+  for share in minibatches(loss_batch, count, run.rows, (experiment.seed, run.step)):
+    run.state, found = run.update(run.state, share)
+    metrics = {n: add_metrics(metrics[n], m) if n in metrics else m for n, m in found.items()}
   synchronise(run.state)
+  if "value_target_square" in metrics:
+    run.explained = max(run.explained, explained_variance(metrics))
   run.clip = None if run.clip is None else run.clip.after_step(entropy)
   clock.lap("update")
 
@@ -122,6 +131,7 @@ async def collect(run: Run, stage: Stage) -> Rollout:
     micro_rows=run.rows,
     min_members=2 if some_group_of_two in experiment.algorithm.checks else 1,
     share_prompts=layout.share_prompts,
+    least=(layout.least_rows, layout.least_turns),
   )
   for check in experiment.algorithm.checks:
     check(packed.batch)
@@ -146,7 +156,9 @@ def frozen_evaluations(run: Run, batch: TrajectoryBatch) -> tuple[Aux, float]:
   reference = None if run.reference is None else run.policy(run.reference, batch).logp
   high = None if run.clip is None else jnp.float32(run.clip.high)
   entropy = float(hosts.whole(old.entropy)[batch.action].mean())
-  return Aux(old_logp=old.logp, ref_logp=reference, value=old.value, clip_high=high), entropy
+  explained = None if run.state.critic is None else jnp.float32(run.explained)
+  aux = Aux(old.logp, reference, old.value, clip_high=high, explained=explained)
+  return aux, entropy
 
 
 def check_mismatch(run: Run, rollout: Rollout, old_logp: np.ndarray) -> Mapping[str, float]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from agentrl_jax.envs import calculator as calculator_env
 from agentrl_jax.envs import gsm8k as gsm8k_env
+from agentrl_jax.envs import turn_chain as turn_chain_env
 from agentrl_jax.envs.datasets import TaskSource, store_tasks
 from agentrl_jax.orchestrate.experiment import Taskset
 from agentrl_jax.rollout.chat import (
@@ -16,6 +17,7 @@ from agentrl_jax.rollout.chat import (
   load_tokenizer,
   make_codec,
 )
+from agentrl_jax.rollout.symbols import SymbolRenderer
 
 MakeRenderer = Callable[[Path], Renderer]
 
@@ -112,6 +114,36 @@ def gsm8k(
     held_out=store_tasks(test, data_dir, "gsm8k-test"),
     renderer=renderer or chat_template(),
     combine=functools.partial(calculator_env.combine, finished=finished, tool=tool),
+  )
+
+
+def turn_chain(
+  *, train_tasks: int = 4096, held_out_tasks: int = 256, family: str | None = None, seed: int = 0
+) -> Taskset:
+  """Short chains of calls in one protocol of symbols: search, tool use and automation by turns.
+
+  Args:
+    train_tasks: training tasks, kept in memory as each is a few numbers.
+    held_out_tasks: held-out tasks; no instance is in both.
+    family: only this one.
+    seed: of the order of training tasks.
+  """
+
+  def renderer(directory: Path) -> Renderer:
+    return SymbolRenderer(
+      turn_chain_env.SYMBOLS,
+      end=turn_chain_env.END,
+      read=turn_chain_env.read_words,
+      write=turn_chain_env.write_words,
+      vocab_size=_vocab_size(directory),
+    )
+
+  return Taskset(
+    build=turn_chain_env.build,
+    train=TaskSource(turn_chain_env.make_tasks("train", train_tasks, family=family), seed),
+    held_out=turn_chain_env.make_tasks("held_out", held_out_tasks, family=family),
+    renderer=renderer,
+    combine=turn_chain_env.combine,
   )
 
 

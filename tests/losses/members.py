@@ -68,6 +68,7 @@ from agentrl_jax.losses.weights import (
   fixed_length,
   mean_over,
   nested_mean,
+  once_explained,
   sum_over,
 )
 from agentrl_jax.ops.scales import GROUP, TOKEN, TRAJ, TURN, fixed_chunks, marked_chunks
@@ -167,6 +168,9 @@ MEMBERS = {
   "weight-fixed_length": weight(fixed_length(10.0)),
   "weight-sum_over": weight(sum_over(50.0)),
   "weight-drop_truncated": weight(drop_truncated(mean_over(TRAJ))),
+  "weight-once_explained": Algorithm(
+    gae(TURN), once_explained(BY_TOKEN, -100.0), SIMPLE, frozenset({"value"})
+  ),
   "weight-truncated_is": weight(truncated_is(BY_TOKEN, cap=1.2)),
   "weight-truncated_is_traj": weight(truncated_is(BY_TOKEN, ratio=at_scale_product(TRAJ))),
   "weight-banded_is": weight(banded_is(BY_TOKEN, 0.7, 1.4)),

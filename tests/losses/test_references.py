@@ -56,6 +56,7 @@ from agentrl_jax.losses.weights import (
   fixed_length,
   mean_over,
   nested_mean,
+  once_explained,
   sum_over,
 )
 from agentrl_jax.ops.scales import GROUP, TOKEN, TRAJ, TURN, fixed_chunks, marked_chunks
@@ -375,6 +376,25 @@ def test_other_denominators(seed):
   whole = [one if not one.truncated else batches.Trajectory(-1, True, one.rewards, one.streams)
            for one in made]  # fmt: skip
   same(weight(drop_truncated(mean_over(TURN)), seed), loop.mean_weights(whole, "turn"), seed)
+
+
+@seeds
+def test_the_policy_waits_until_the_critic_explains(seed):
+  made, packed = case(seed)
+  credit = advantage(gae(TURN, critic_lam=1.0), seed)
+  learns = np.asarray(credit.value_weight) > 0
+  value, target = packed.aux.value[learns], credit.value_target[learns]
+  explained = 1.0 - np.var(target - value) / np.var(target)
+  plain = loop.mean_weights(made, "token")
+  for least, open_ in ((explained - 0.01, True), (explained + 0.01, False)):
+    found = weight(once_explained(mean_over(TOKEN), float(least)), seed, credit)
+    same(found, plain if open_ else [[0.0] * len(row) for row in plain], seed, atol=1e-7)
+  with pytest.raises(ValueError, match="needs a critic"):
+    weight(once_explained(mean_over(TOKEN)), seed)
+  for known, open_ in ((0.21, True), (0.2, False)):  # a run's count goes before the batch's own
+    aux = packed.aux.replace(explained=np.float32(known))
+    found = once_explained(mean_over(TOKEN), 0.2)(packed.batch, aux, credit)
+    same(found, plain if open_ else [[0.0] * len(row) for row in plain], seed, atol=1e-7)
 
 
 @seeds

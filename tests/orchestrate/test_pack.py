@@ -156,3 +156,18 @@ def test_packing_does_not_depend_on_the_order_of_groups_beyond_labels():
   count = lambda p: sorted(p.batch.tokens[p.batch.action].tolist())  # noqa: E731
   assert count(forward) == count(backward)
   assert forward.batch.turn_reward.sum() == pytest.approx(backward.batch.turn_reward.sum())
+
+
+def test_room_changes_the_shape_and_nothing_else():
+  made = groups(np.random.default_rng(4))
+  plain = pack(made, row_length=96, micro_rows=2, min_members=1)
+  roomy = pack(made, row_length=96, micro_rows=2, min_members=1, least=(13, 90))
+  assert roomy.batch.tokens.shape == (16, 96)  # 7 micro-batches, in a bucket of 8
+  assert len(roomy.batch.turn_traj) == 96
+  rows, turns = len(plain.batch.tokens), len(plain.batch.turn_traj)
+  for name in ("tokens", "position", "sample", "traj", "turn", "action", "behavior_logp"):
+    same, more = getattr(plain.batch, name), getattr(roomy.batch, name)
+    np.testing.assert_array_equal(more[:rows], same)
+    assert (more[rows:] == (-1 if name in ("sample", "traj", "turn") else 0)).all()
+  np.testing.assert_array_equal(roomy.batch.turn_reward[:turns], plain.batch.turn_reward)
+  assert (roomy.batch.turn_traj[turns:] == -1).all()
