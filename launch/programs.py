@@ -121,7 +121,7 @@ def full_batch(experiment: Experiment, mesh: Mesh) -> TrajectoryBatch:
   position = np.where(inside, column % (size + 1), 0).astype(np.int32)
   action = inside & (position > 0) & (position < size)
   turn = np.where(action, sample, -1).astype(np.int32)
-  return TrajectoryBatch(
+  fields: dict[str, Any] = dict(
     tokens=np.zeros(shape, np.int32),
     position=position,
     sample=sample,
@@ -135,7 +135,8 @@ def full_batch(experiment: Experiment, mesh: Mesh) -> TrajectoryBatch:
     traj_group=np.full(bucket(episodes), -1, np.int32),
     traj_truncated=np.zeros(bucket(episodes), bool),
     parent=sample if layout.share_prompts else None,
-  )  # pyright: ignore
+  )
+  return TrajectoryBatch(**fields)
 
 
 def _loss_batch(experiment: Experiment, batch: TrajectoryBatch) -> Any:
@@ -186,13 +187,11 @@ def _sampler_programs(
   filled = min(slots, max(1, sampler.prefill_tokens // buckets.chunk[-1]))
   tokens = whole((slots, buckets.chunk[-1]))
   each = {"temperature": jnp.float32}
-  state = RowState(
-    **{
-      f.name: whole((slots,), each.get(f.name, jnp.int32)) if f.name != "key" else
-      whole((slots, 2), jnp.uint32)
-      for f in dataclasses.fields(RowState)
-    }
-  )  # fmt: skip
+  fields: dict[str, Any] = {
+    f.name: whole((slots,), each.get(f.name, jnp.int32)) for f in dataclasses.fields(RowState)
+  }
+  fields["key"] = whole((slots, 2), jnp.uint32)
+  state = RowState(**fields)
   table, scalar = whole((4, model.config.vocab_size), jnp.bool_), whole(())
   held = frozenset({"sampler weights", "sampler cache"})
   made = [

@@ -266,7 +266,7 @@ def require_architecture(experiment: Experiment, model: Model) -> None:
   if expected is None:
     return
 
-  def described(m: Model) -> Mapping[str, tuple[int, ...]]:
+  def described(m: Model) -> dict[str, tuple[int, ...]]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(m.abstract(), is_leaf=is_spec)
     return {".".join(parameter_path(path)): spec.shape for path, spec in leaves}
 

@@ -59,7 +59,7 @@ async def train(
 
 async def take_step(run: Run) -> None:
   """One optimizer step, from tasks to published weights."""
-  clock = Clock()
+  experiment, clock = run.experiment, Clock()
   rollout = None if run.stage is None else await collect(run, run.stage)
   batch = hosts.share(
     None if rollout is None else rollout.packed.batch,
@@ -99,7 +99,7 @@ async def take_step(run: Run) -> None:
     record(run, rollout, {**to_floats(metrics), **mismatch, **clock.seconds})
     run.progress.say(f"  {report}")
   # Last, so that whatever a checkpoint's steps wrote is there when it is.
-  if run.step % run.experiment.checkpoint_every == 0 or run.step == run.experiment.steps:
+  if run.step % experiment.checkpoint_every == 0 or run.step == experiment.steps:
     run.save()
 
 

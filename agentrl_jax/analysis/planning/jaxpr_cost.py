@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -65,7 +66,7 @@ def count(closed: Any, values: Sequence[Known]) -> Count:
 
 
 def _small(value: Any) -> Known:
-  if not hasattr(value, "dtype") or jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+  if not hasattr(value, "dtype") or jnp.issubdtype(value.dtype, jax.dtypes.extended):
     return None
   small = np.size(value) <= SMALL and value.dtype.kind in "biuf"
   return np.asarray(value) if small else None
@@ -127,13 +128,12 @@ def _call(total: Count, eqn: Any, inner: Any, inputs: list[Known], path: str) ->
   """A function called as it is; on a mesh (`shard_map`), by every device, and on unknown parts."""
   jaxpr, consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, [])
   once = Count()
-  times = 1.0
+  times, nothing = 1.0, list[Known]([None] * len(jaxpr.invars))
   if eqn.primitive.name == "shard_map":
-    times, inputs = float(eqn.params["mesh"].size), [None] * len(inputs)
+    times, inputs = float(eqn.params["mesh"].size), nothing[: len(inputs)]
   elif eqn.primitive.name == "pallas_call":
     grid = eqn.params["grid_mapping"].grid
-    times, inputs = float(math.prod(g for g in grid if isinstance(g, int))), []
-    inputs = [None] * len(jaxpr.invars)
+    times, inputs = float(math.prod(g for g in grid if isinstance(g, int))), nothing
   name = eqn.params.get("name")
   if eqn.primitive.name == "remat2" or eqn.primitive.name == "checkpoint":
     name = None
