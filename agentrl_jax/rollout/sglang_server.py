@@ -313,8 +313,9 @@ def server_environment(tensor_parallel: int, *, cuda: bool) -> dict[str, str]:
 
 def _health(url: str) -> str:
   """The status code of /health, or why there is none."""
+  direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy, as in sglang.py
   try:
-    with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+    with direct.open(f"{url}/health", timeout=5) as answer:
       return str(answer.status)
   except urllib.error.HTTPError as error:
     return str(error.code)

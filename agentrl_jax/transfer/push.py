@@ -85,7 +85,7 @@ class SGLangPublisher:
     self.model, self.transport, self.run_id, self.deadline = model, transport, run_id, deadline
     self.blocked = ""  # why new rounds are refused
     self.published = ""  # fingerprint of the last commit
-    self._client = httpx.AsyncClient()
+    self._client = httpx.AsyncClient(trust_env=False)  # no proxy between us and our servers
     self._peers = [Peer(Control(url, self._client, deadline)) for url in urls]
     self._plans: dict[tuple[tuple[Tensor, ...], str, int], Plan] = {}
     self._held_staging: dict[str, Staged] = {}  # of UNKNOWN rounds: a server may still read it

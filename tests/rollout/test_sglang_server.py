@@ -66,8 +66,11 @@ def stand_in(tmp_path: Path) -> Callable[..., ServerOptions]:
   return options
 
 
-def test_serves_restarts_at_the_same_address_and_leaves_nothing(stand_in):
-  with SGLangServer(stand_in()) as server:
+def test_serves_restarts_at_the_same_address_and_leaves_nothing(stand_in, monkeypatch):
+  monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # of the outside world, not of our servers
+  monkeypatch.delenv("no_proxy", raising=False)
+  monkeypatch.delenv("NO_PROXY", raising=False)
+  with SGLangServer(stand_in(start_seconds=30)) as server:
     assert server.alive() and server.vocab_size == 100
     url, group = server.url, server.pid
     assert len(running(group)) == 2  # the server and the child it made

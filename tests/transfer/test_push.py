@@ -82,6 +82,17 @@ def test_a_round_commits_in_order(tmp_path, weights):
   published(tmp_path, test)
 
 
+def test_no_proxy_sees_a_push(tmp_path, weights, monkeypatch):
+  monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nothing listens there
+  monkeypatch.delenv("no_proxy", raising=False)
+  monkeypatch.delenv("NO_PROXY", raising=False)
+
+  async def test(publisher, fakes):
+    assert (await publisher.publish(at(weights, 1), 1)).state is State.COMMITTED
+
+  published(tmp_path, test)
+
+
 def test_a_tied_unembedding_is_sent_once(tmp_path):  # W21
   model = llama.bind(
     llama.Config(
