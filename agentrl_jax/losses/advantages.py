@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from agentrl_jax.losses.arguments import finite, fraction, not_negative
 from agentrl_jax.ops.scales import (
   TRAJ,
   TURN,
@@ -32,6 +33,7 @@ GroupScale = Callable[[Float[Array, "R"], Float[Array, "R"], Float[Array, "R"]],
 
 def by_std(eps: float = 1e-6) -> GroupScale:
   """Divide by the group's sample standard deviation (ddof 1) + `eps` (GRPO, arXiv 2402.03300)."""
+  not_negative(eps=eps)
 
   def scale(square_sum, count, mean):
     del mean
@@ -46,6 +48,7 @@ def by_shared_std(eps: float = 1e-6) -> GroupScale:
   It keeps the step size of `by_std` but cannot favour one outcome of a task over another: under a
   proper score the optimum stays the true distribution.
   """
+  not_negative(eps=eps)
 
   def scale(square_sum, count, mean):
     del mean
@@ -108,6 +111,7 @@ def group_relative_turns(gamma: float = 0.9, scale: GroupScale | None = None) ->
   One mean a group and never one per turn index: among the trajectories that *reached* a turn, that
   would subtract a baseline which depends on the decision to go on.
   """
+  fraction(gamma=gamma)
   scale = scale or by_std()
 
   def advantage(batch: TrajectoryBatch, aux: Aux) -> Credit:
@@ -131,6 +135,7 @@ def step_groups(
     gamma: discount of turn rewards, a turn.
     scale: of the discounted step returns within a step group (default: centre only).
   """
+  fraction(gamma=gamma)
   scale = scale or unscaled()
 
   def advantage(batch: TrajectoryBatch, aux: Aux) -> Credit:
@@ -168,6 +173,7 @@ def distillation() -> AdvantageFn:
 
 def weighted_sum(*parts: tuple[float, AdvantageFn]) -> AdvantageFn:
   """Sum of coefficient x advantage; a value target may come from one part only."""
+  finite(**{f"coefficient {k}": coef for k, (coef, _) in enumerate(parts)})
 
   def advantage(batch: TrajectoryBatch, aux: Aux) -> Credit:
     credits = [(coef, part(batch, aux)) for coef, part in parts]
@@ -186,6 +192,7 @@ def whiten(base: AdvantageFn, scale: Scale, eps: float = 1e-8) -> AdvantageFn:
   Every unit has one vote, the mean of its tokens. Equal advantages give exactly 0; a single unit is
   centred only.
   """
+  not_negative(eps=eps)
 
   def advantage(batch: TrajectoryBatch, aux: Aux) -> Credit:
     credit = base(batch, aux)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from agentrl_jax.losses.arguments import not_negative
 from agentrl_jax.ops.stats import add_metrics, k3, masked
 from agentrl_jax.types import (
   LossBatch,
@@ -43,8 +44,10 @@ def policy_loss(ratio: RatioFn, surrogate: SurrogateFn, *penalties: PenaltyFn) -
   return loss
 
 
-def with_clip_high(build: Callable[[Float[Array, ""]], LossFn], *, start: float) -> LossFn:
+def with_clip_high(build: Callable[[float | Float[Array, ""]], LossFn], *, start: float) -> LossFn:
   """The loss that `build` makes of the step's upper clip, `start` until a controller sets it."""
+  not_negative(start=start)
+  build(start)  # so that what it refuses is refused now
 
   def loss(policy: PolicyEval, batch: LossBatch) -> tuple[Float[Array, ""], Metrics]:
     high = jnp.asarray(start, jnp.float32) if batch.aux.clip_high is None else batch.aux.clip_high

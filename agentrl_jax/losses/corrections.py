@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt
 
+from agentrl_jax.losses.arguments import band, fraction, not_negative
 from agentrl_jax.losses.ratios import at_scale, at_scale_product, per_token
 from agentrl_jax.ops.scales import TRAJ, restrict, scored, spread, unit_mean
 from agentrl_jax.ops.stats import bounded_exp, effective_sample_share, k3, masked, mean
@@ -23,6 +24,7 @@ def truncated_is(
 
   Truncated importance sampling; with `at_scale_product(TRAJ)` it is the sequence form.
   """
+  band(low=low, high=cap)
   ratio = ratio or per_token()
 
   def weight(batch: TrajectoryBatch, aux: Aux, credit: Credit) -> Float[Array, "B T"]:
@@ -34,6 +36,7 @@ def truncated_is(
 
 def banded_is(base: WeightFn, low: float = 0.5, high: float = 5.0) -> WeightFn:
   """Multiplies `base` by rho, or by 0 where rho is outside [low, high] (IcePop)."""
+  band(low=low, high=high)
 
   def weight(batch: TrajectoryBatch, aux: Aux, credit: Credit) -> Float[Array, "B T"]:
     rho = bounded_exp(_log_rho(per_token(), batch, aux, credit))
@@ -50,6 +53,7 @@ def masked_is(
   The default compares the product over the trajectory (masked importance sampling), which rejects
   long trajectories first; `at_scale(TRAJ)` with .999 to 1.001 is the geometric band.
   """
+  band(low=low, high=high)
   ratio = ratio or at_scale_product(TRAJ)
 
   def weight(batch: TrajectoryBatch, aux: Aux, credit: Credit) -> Float[Array, "B T"]:
@@ -61,6 +65,7 @@ def masked_is(
 
 def masked_by_kl(base: WeightFn, most: float) -> WeightFn:
   """Keeps trajectories whose mean of rho - log rho - 1 is at most `most`."""
+  not_negative(most=most)
 
   def weight(batch: TrajectoryBatch, aux: Aux, credit: Credit) -> Float[Array, "B T"]:
     apart = _log_rho(per_token(), batch, aux, credit)
@@ -74,6 +79,7 @@ def masked_by_kl(base: WeightFn, most: float) -> WeightFn:
 
 def drop_stale(base: WeightFn, max_kl: float) -> WeightFn:
   """Drops negative advantages where the trajectory's mean of behavior - old exceeds `max_kl`."""
+  not_negative(max_kl=max_kl)
 
   def weight(batch: TrajectoryBatch, aux: Aux, credit: Credit) -> Float[Array, "B T"]:
     drift = -_log_rho(at_scale(TRAJ), batch, aux, credit)
@@ -92,6 +98,9 @@ def drop_covariant(
   tokens (at least one) are dropped. The choice is pseudo-random in the token's own numbers and
   `seed`: the same for every packing and device, where public code chooses in each micro-batch.
   """
+  fraction(share=share)
+  if not low < high:
+    raise ValueError(f"the covariances are low={low}, high={high}, expected low < high")
 
   def weight(batch: TrajectoryBatch, aux: Aux, credit: Credit) -> Float[Array, "B T"]:
     keep = scored(batch)

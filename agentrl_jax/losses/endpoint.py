@@ -13,6 +13,7 @@ from agentrl_jax.losses.advantages import (
   trajectory_returns,
   unscaled,
 )
+from agentrl_jax.losses.arguments import above_zero, not_negative
 from agentrl_jax.ops.scales import (
   TRAJ,
   Partition,
@@ -36,6 +37,8 @@ def endpoint_baseline(*, min_valid: int = 8, grid: float = 0.1) -> AdvantageFn:
     min_valid: groups with fewer valid worths give the critic no target.
     grid: targets are rounded to multiples of this, ties down; 0 leaves them as they are.
   """
+  above_zero(min_valid=min_valid)
+  not_negative(grid=grid)
 
   def advantage(batch: TrajectoryBatch, aux: Aux) -> Credit:
     worth, valid = endpoint_worth(batch, aux)

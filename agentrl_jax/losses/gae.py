@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from agentrl_jax.losses.arguments import above_zero, finite, fraction
 from agentrl_jax.ops.scales import (
   TOKEN,
   TRAJ,
@@ -35,11 +36,13 @@ Learners = Callable[[TrajectoryBatch, Partition], Bool[Array, "B T"]]
 
 def length_adaptive(alpha: float = 0.05) -> Schedule:
   """lambda = max(0, 1 - 1 / (alpha x steps)) (VAPO, arXiv 2504.05118)."""
+  above_zero(alpha=alpha)
   return lambda steps: jnp.maximum(0.0, 1.0 - 1.0 / (alpha * jnp.maximum(steps, 1.0)))
 
 
 def relative_horizon(share: float) -> Schedule:
   """lambda = share^(1 / (steps - 1)): the last error reaches the first step weighing `share`."""
+  fraction(share=share)
 
   def schedule(steps):
     several = jnp.power(share, 1.0 / jnp.maximum(steps - 1.0, 1.0))
@@ -73,6 +76,9 @@ def gae(
     critic_lam: of the value target A_k + V_k (default: `lam`).
     learners: which tokens of a unit learn its target: `is_first` or `every_token`.
   """
+  fraction(gamma=gamma)
+  constants = {"lam": lam, "critic_lam": critic_lam}
+  fraction(**{k: x for k, x in constants.items() if x is not None and not callable(x)})
 
   def advantage(batch: TrajectoryBatch, aux: Aux) -> Credit:
     value = _value(aux)
@@ -110,6 +116,8 @@ def two_scale_gae(
   first token gets the unit's own GAE for any critic, and all its tokens do if the critic is
   constant inside units; equal factors give token GAE. Unit targets for the critic; needs `value`.
   """
+  fraction(inner_gamma=inner_gamma, inner_lam=inner_lam)
+  fraction(outer_gamma=outer_gamma, outer_lam=outer_lam)
   targets = gae(scale, gamma=outer_gamma, lam=critic_lam, learners=learners)
 
   def advantage(batch: TrajectoryBatch, aux: Aux) -> Credit:
@@ -137,6 +145,7 @@ def resolution_mix(
   Our reading of Multiscale Advantage Estimation, construction B: (1, 1, 1) is token PPO, (1, 1, 0)
   one advantage a turn, (1, 0, 0) one a trajectory. Needs `value`.
   """
+  finite(traj=traj, turn=turn, token=token)
   base = gae(TOKEN, gamma=gamma, lam=lam, critic_lam=critic_lam)
 
   def advantage(batch: TrajectoryBatch, aux: Aux) -> Credit:
@@ -156,6 +165,7 @@ def resolution_mix(
 
 def reward_to_go(gamma: float = 1.0) -> AdvantageFn:
   """Discounted sum of rewards at and after each action token; observations are passed over."""
+  fraction(gamma=gamma)
   return lambda batch, aux: _to_go(batch, token_rewards(batch), gamma)
 
 
@@ -165,6 +175,7 @@ def kl_to_go(gamma: float = 1.0) -> AdvantageFn:
   To be added to `reward_to_go`; unlike `shaping.kl_in_reward` a token answers only for itself and
   what follows, not for earlier tokens of its turn. Needs `ref_logp`.
   """
+  fraction(gamma=gamma)
 
   def advantage(batch: TrajectoryBatch, aux: Aux) -> Credit:
     if aux.ref_logp is None:

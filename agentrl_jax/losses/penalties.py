@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from agentrl_jax.losses.advantages import to_tokens, trajectory_returns
+from agentrl_jax.losses.arguments import finite, not_negative
 from agentrl_jax.ops.stats import bounded_exp, k3
 from agentrl_jax.types import LossBatch, PenaltyFn, PolicyEval
 
@@ -30,6 +31,7 @@ def value_and_gradient(value: Estimator, gradient: Estimator) -> Estimator:
 
 def kl_to_ref(coef: float, estimator: Estimator = k3) -> PenaltyFn:
   """coef x KL estimate of the policy to the reference, from delta = logp - ref_logp (needs it)."""
+  not_negative(coef=coef)
 
   def penalty(policy: PolicyEval, batch: LossBatch) -> Float[Array, "B T"]:
     if batch.aux.ref_logp is None:
@@ -41,6 +43,7 @@ def kl_to_ref(coef: float, estimator: Estimator = k3) -> PenaltyFn:
 
 def kl_to_old(coef: float, estimator: Estimator = k3) -> PenaltyFn:
   """coef x KL estimate of the policy to the one at the start of the step."""
+  not_negative(coef=coef)
   return lambda policy, batch: coef * estimator(_delta(policy, batch.aux.old_logp, batch))
 
 
@@ -55,11 +58,14 @@ def off_policy(base: PenaltyFn) -> PenaltyFn:
 
 def entropy_bonus(coef: float) -> PenaltyFn:
   """-coef x entropy of the full next-token distribution at the sampling temperature."""
+  finite(coef=coef)
   return lambda policy, batch: -coef * jnp.where(batch.traj.action, policy.entropy, 0.0)
 
 
 def imitate_successes(coef: float, above: float = 0.0) -> PenaltyFn:
   """-coef x logp on trajectories whose return is greater than `above` (VAPO, arXiv 2504.05118)."""
+  not_negative(coef=coef)
+  finite(above=above)
 
   def penalty(policy: PolicyEval, batch: LossBatch) -> Float[Array, "B T"]:
     success = (trajectory_returns(batch.traj) > above).astype(jnp.float32)

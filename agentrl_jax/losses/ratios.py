@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from agentrl_jax.losses.arguments import not_negative
 from agentrl_jax.ops.scales import TRAJ, Scale, restrict, spread, unit_mean, unit_sum
 from agentrl_jax.ops.stats import bounded_exp
 from agentrl_jax.types import LossBatch, RatioFn
@@ -68,7 +69,7 @@ def straight_through(scale: Scale) -> RatioFn:
 def mix(*parts: tuple[float, RatioFn]) -> RatioFn:
   """Geometric mixture of ratios: sum of coefficient x log-ratio; coefficients must sum to 1."""
   total = sum(coef for coef, _ in parts)
-  if abs(total - 1) > 1e-6:
+  if not abs(total - 1) <= 1e-6:
     raise ValueError(f"coefficients of a ratio mixture sum to {total}, expected 1")
 
   def ratio(log_ratio: Float[Array, "B T"], batch: LossBatch) -> Float[Array, "B T"]:
@@ -83,6 +84,7 @@ def one_sided_clip(low: float = 0.4, high: float = 0.4, scale: Scale = TRAJ) -> 
   For a positive advantage d becomes min(d, high), for a negative one max(d, -low); `low` and `high`
   are bounds of the log-ratio. A clipped token gets no gradient, the others of its unit do.
   """
+  not_negative(low=low, high=high)
 
   def ratio(log_ratio: Float[Array, "B T"], batch: LossBatch) -> Float[Array, "B T"]:
     sign = jnp.sign(batch.credit.advantage)
@@ -97,8 +99,9 @@ def freeze_stale(base: RatioFn, max_kl: float) -> RatioFn:
   """No gradient for negative advantages of trajectories that drifted: mean(old - logp) > max_kl.
 
   The in-loss form of off-policy sequence masking (DeepSeek-V3.2); the form against the engine's
-  log-probs is `weights.drop_stale`.
+  log-probs is `corrections.drop_stale`.
   """
+  not_negative(max_kl=max_kl)
 
   def ratio(log_ratio: Float[Array, "B T"], batch: LossBatch) -> Float[Array, "B T"]:
     units = TRAJ(batch.traj)

@@ -17,6 +17,7 @@ from agentrl_jax.losses.advantages import (
   whiten,
 )
 from agentrl_jax.losses.anchors import observation_before
+from agentrl_jax.losses.arguments import not_negative
 from agentrl_jax.losses.checks import no_negative_return, some_group_of_two
 from agentrl_jax.losses.compose import add, policy_loss, with_clip_high
 from agentrl_jax.losses.corrections import truncated_is
@@ -95,6 +96,7 @@ def reinforce_pp(
   *, gamma: float = 1.0, low: float = 0.2, high: float = 0.2, kl: float = 0.0
 ) -> Algorithm:
   """REINFORCE++ (arXiv 2501.03262): returns to go, less each token's KL, whitened over tokens."""
+  not_negative(kl=kl)
   to_go = reward_to_go(gamma)
   to_go = weighted_sum((1.0, to_go), (kl, kl_to_go(gamma))) if kl else to_go
   needs = frozenset({"ref_logp"}) if kl else NOTHING

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from agentrl_jax.losses.arguments import not_negative
 from agentrl_jax.ops.scales import TRAJ, TURN, restrict, scored, unit_count, unit_sum
 from agentrl_jax.ops.stats import k1
 from agentrl_jax.types import AdvantageFn, Aux, Credit, TrajectoryBatch
@@ -15,6 +16,7 @@ def kl_in_reward(base: AdvantageFn, coef: float) -> AdvantageFn:
 
   This is k1, whose expectation is the KL; as a reward it has the right gradient. Needs `ref_logp`.
   """
+  not_negative(coef=coef)
 
   def advantage(batch: TrajectoryBatch, aux: Aux) -> Credit:
     if aux.ref_logp is None:
@@ -37,6 +39,7 @@ def length_penalty(
   """
   if not 0 < buffer <= limit:
     raise ValueError(f"length limit {limit} and buffer {buffer}, expected 0 < buffer <= limit")
+  not_negative(coef=coef)
 
   def advantage(batch: TrajectoryBatch, aux: Aux) -> Credit:
     over = jnp.maximum(0.0, unit_count(TRAJ(batch)) - (limit - buffer)) / buffer

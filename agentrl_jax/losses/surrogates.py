@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from agentrl_jax.losses.arguments import above_zero
 from agentrl_jax.ops.stats import bounded_exp
 from agentrl_jax.types import SurrogateFn
 
@@ -39,8 +40,7 @@ def clip(
   Raises:
     ValueError: unless 0 <= low < 1, high >= 0 and dual > 1.
   """
-  if not 0 <= low < 1 or (not isinstance(high, jax.Array) and not high >= 0):
-    raise ValueError(f"clip range is low={low}, high={high}, expected 0 <= low < 1 and high >= 0")
+  _check_range(low, high)
   if dual is not None and not dual > 1:
     raise ValueError(f"dual clip is {dual}, expected > 1")
 
@@ -58,6 +58,7 @@ def clip(
 
 def gated_reinforce(low: float = 0.2, high: float = 0.2) -> SurrogateFn:
   """-sg[M r] A d, M = 0 where `clip` would stop the gradient (MiniRL, arXiv 2512.01374)."""
+  _check_range(low, high)
 
   def surrogate(log_ratio, advantage):
     # stop_gradient as in `reinforce`.
@@ -74,6 +75,7 @@ def soft_gate(positive: float = 1.0, negative: float = 1.05) -> SurrogateFn:
   The gradient coefficient is -A r 4 s (1 - s), s the sigmoid: -A at r = 1, fading on both sides.
   `positive` and `negative` are tau for advantages of either sign.
   """
+  above_zero(positive=positive, negative=negative)
 
   def surrogate(log_ratio, advantage):
     tau = jnp.where(advantage > 0, positive, negative)
@@ -94,6 +96,11 @@ def unclipped() -> SurrogateFn:
 def likelihood() -> SurrogateFn:
   """-A d: maximum likelihood of tokens weighted by A (d is logp up to a constant)."""
   return lambda log_ratio, advantage: (-advantage * log_ratio, jnp.zeros(log_ratio.shape, bool))
+
+
+def _check_range(low: float, high: float | Float[Array, ""]) -> None:
+  if not 0 <= low < 1 or (not isinstance(high, jax.Array) and not high >= 0):
+    raise ValueError(f"clip range is low={low}, high={high}, expected 0 <= low < 1 and high >= 0")
 
 
 def _outside(ratio, advantage, low, high):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from agentrl_jax.losses.arguments import above_zero, finite, not_negative
 from agentrl_jax.ops.stats import masked
 from agentrl_jax.types import LossBatch, LossFn, Metric, Metrics, PolicyEval
 
@@ -19,6 +20,9 @@ def value_loss(coef: float = 0.5, clip: float | None = None) -> LossFn:
 
   With `clip`, the larger of that and the same for V kept within +-clip of the old value.
   """
+  not_negative(coef=coef)
+  if clip is not None:
+    above_zero(clip=clip)
 
   def loss(policy: PolicyEval, batch: LossBatch) -> tuple[Float[Array, ""], Metrics]:
     weight, target = _targets(batch)
@@ -41,6 +45,8 @@ def categorical_value_loss(low: float, high: float, coef: float = 0.5) -> LossFn
   """
   if not low < high:
     raise ValueError(f"value bins span {low} to {high}, expected low < high")
+  finite(low=low, high=high)
+  not_negative(coef=coef)
 
   def loss(policy: PolicyEval, batch: LossBatch) -> tuple[Float[Array, ""], Metrics]:
     weight, target = _targets(batch)

@@ -9,6 +9,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from agentrl_jax.losses.arguments import above_zero
 from agentrl_jax.ops.scales import (
   TRAJ,
   Scale,
@@ -58,8 +59,7 @@ def fixed_length(length: float) -> WeightFn:
 
   Length 1 is the mean over trajectories of token sums.
   """
-  if not length > 0:
-    raise ValueError(f"length is {length}, expected > 0")
+  above_zero(length=length)
 
   def weight(batch: TrajectoryBatch, aux: Aux, credit: Credit) -> Float[Array, "B T"]:
     del aux, credit
@@ -72,8 +72,7 @@ def fixed_length(length: float) -> WeightFn:
 
 def sum_over(divisor: float) -> WeightFn:
   """1 / divisor on every scored action token."""
-  if not divisor > 0:
-    raise ValueError(f"divisor is {divisor}, expected > 0")
+  above_zero(divisor=divisor)
   return lambda batch, aux, credit: jnp.where(scored(batch), 1.0 / divisor, 0.0)
 
 
