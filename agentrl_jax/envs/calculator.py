@@ -348,6 +348,7 @@ HELD_OUT = Split(
   ),
 )
 SPLITS: Mapping[str, Split] = {"train": TRAIN, "held_out": HELD_OUT}
+MAX_REPEATS = 10_000  # in a row: then next to no new question is left
 _WHO = ("Ann", "Ben", "Dan", "Eva", "Ida", "Max", "Sam", "Tom")
 _WHAT = ("pens", "cards", "coins", "books", "apples", "cups", "eggs", "shells")
 
@@ -383,12 +384,25 @@ def make_task(split: str, seed: int, *, two_step: float = 0.0) -> Task:
 def make_tasks(split: str, count: int, *, first_seed: int = 0, two_step: float = 0.0) -> list[Task]:
   """`count` different problems, from consecutive seeds; a seed that repeats a question is passed
   over.
+
+  Raises:
+    ValueError: an unknown split, numbers that make no sense, or more problems than are found before
+      `MAX_REPEATS` seeds in a row repeat a question.
   """
+  if count < 1:
+    raise ValueError(f"{count} tasks of split {split!r}, expected at least 1")
+  if not 0 <= two_step <= 1:
+    raise ValueError(f"two_step is {two_step}, expected a share from 0 to 1")
   tasks: dict[str, Task] = {}
-  seed = first_seed
+  seed = new = first_seed  # `new` is the seed of the last question that was no repeat
   while len(tasks) < count:
     task = make_task(split, seed, two_step=two_step)
-    tasks.setdefault(task.params["question"], task)
+    new = seed if tasks.setdefault(task.params["question"], task) is task else new
+    if seed - new >= MAX_REPEATS:
+      raise ValueError(
+        f"{count} different tasks of split {split!r} with two_step={two_step:g}: found "
+        f"{len(tasks)}, then {MAX_REPEATS} repeats in a row"
+      )
     seed += 1
   return list(tasks.values())
 

@@ -30,6 +30,8 @@ EXAMPLES = (
   ),
 )
 _STEP = re.compile(r"<<([^=<>]+)=[^<>]*>>")  # the worked solutions' own calculator calls
+# Of a record and not of a model: an optional sign and currency, thousands by commas, decimals.
+_NUMBER = re.compile(r"[-\u2212]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 
 build = functools.partial(
   calculator.build,
@@ -49,7 +51,7 @@ def task_from_row(row: Mapping[str, Any], split: str, index: int) -> Task:
   work, mark, last = row["answer"].rpartition("####")
   if not mark:
     raise ValueError("field 'answer' has no '#### number' at its end")
-  answer = calculator.parse_answer(last)
+  answer = calculator.parse_answer(last) if _NUMBER.fullmatch(last.strip()) else None
   if answer is None:
     raise ValueError(f"answer {last.strip()!r} is not a number")
   params = {

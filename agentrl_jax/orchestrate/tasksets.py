@@ -2,7 +2,8 @@
 
 import functools
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from agentrl_jax.envs import calculator as calculator_env
@@ -17,6 +18,7 @@ from agentrl_jax.rollout.chat import (
   load_tokenizer,
   make_codec,
 )
+from agentrl_jax.rollout.records import Task
 from agentrl_jax.rollout.symbols import SymbolRenderer
 
 MakeRenderer = Callable[[Path], Renderer]
@@ -68,7 +70,18 @@ def calculator(
     seed: of the order of training problems.
     renderer: how the model reads; default `transcript()`.
     data_dir: where the problems are kept as array_record.
+
+  Raises:
+    ValueError: naming a number that makes no sense, or more problems than there are.
   """
+  most = len(calculator_env.EXAMPLES)
+  if not 0 <= examples <= most:
+    raise ValueError(f"examples is {examples}, expected 0 to {most}")
+  if train_tasks < 1 or held_out_tasks < 1:
+    raise ValueError(
+      f"train_tasks is {train_tasks}, held_out_tasks {held_out_tasks}, expected at least 1 of each"
+    )
+  _check_rewards(finished=finished, tool=tool)
   make = functools.partial(calculator_env.make_tasks, two_step=two_step)
   if new_templates:
     train, held_out = make("train", train_tasks), make("held_out", held_out_tasks)
@@ -104,10 +117,13 @@ def gsm8k(
     data_dir: where the problems are kept as array_record.
 
   Raises:
-    FileNotFoundError, ValueError: naming the file, and the line of a bad row.
+    FileNotFoundError, ValueError: naming the file, and the line of a bad row or the number of a
+      problem that is in test twice, or in train and in test.
   """
+  _check_rewards(finished=finished, tool=tool)
   splits = {split: _find(Path(path), split) for split in ("train", "test")}
   train, test = (gsm8k_env.load_tasks(file, split) for split, file in splits.items())
+  _check_apart(train, test, splits)
   return Taskset(
     build=gsm8k_env.build,
     train=TaskSource(store_tasks(train, data_dir, "gsm8k-train"), seed),
@@ -145,6 +161,26 @@ def turn_chain(
     renderer=renderer,
     combine=turn_chain_env.combine,
   )
+
+
+def _check_rewards(**rewards: float) -> None:
+  for name, reward in rewards.items():
+    if not math.isfinite(reward):
+      raise ValueError(f"{name} is {reward}, expected a finite reward")
+
+
+def _check_apart(train: Sequence[Task], test: Sequence[Task], files: Mapping[str, Path]) -> None:
+  """Raises ValueError for a question twice in test, or in train and in test: scores would lie."""
+  seen = {task.params["question"]: ("train", task.seed) for task in train}
+  for task in test:
+    question = task.params["question"]
+    if question in seen:
+      split, earlier = seen[question]
+      raise ValueError(
+        f"{files['test']}: problem {task.seed + 1} is problem {earlier + 1} of {files[split]} "
+        f"again: {question[:60]!r}"
+      )
+    seen[question] = ("test", task.seed)
 
 
 def _find(directory: Path, split: str) -> Path:

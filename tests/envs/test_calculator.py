@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import dataclasses
 import re
 from fractions import Fraction
 
@@ -106,6 +107,28 @@ def test_tasks_are_different_questions_and_repeat_by_seed():
   assert {t.params["steps"] for t in make_tasks("train", 50)} == {1}
   with pytest.raises(ValueError, match="'test', expected one of train, held_out"):
     calculator.make_task("test", 0)
+
+
+def test_more_tasks_than_there_are_end_with_an_error(monkeypatch):
+  few = dataclasses.replace(calculator.TRAIN, large=range(10, 12), small=range(2, 3))
+  few = dataclasses.replace(few, one_step=calculator.TRAIN.one_step[:1])
+  monkeypatch.setattr(calculator, "SPLITS", {"train": few})
+  there = 2 * 8 * 8  # numbers, people and things
+  assert len(make_tasks("train", there)) == there
+  with pytest.raises(ValueError, match=r"129 different tasks .*: found 128, then 10000 repeats"):
+    make_tasks("train", there + 1)
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_count_that_makes_no_sense_is_refused(count):
+  with pytest.raises(ValueError, match=f"{count} tasks of split 'train', expected at least 1"):
+    make_tasks("train", count)
+
+
+@pytest.mark.parametrize("two_step", [7.0, -0.1, float("nan")])
+def test_a_share_that_makes_no_sense_is_refused(two_step):
+  with pytest.raises(ValueError, match=f"two_step is {two_step}, expected a share from 0 to 1"):
+    make_tasks("train", 1, two_step=two_step)
 
 
 # --- environment
