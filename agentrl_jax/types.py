@@ -72,7 +72,6 @@ class PolicyEval:
   entropy: Float[Array, "B T"]
   value: Float[Array, "B T"] | None = None
   value_logits: Float[Array, "B T K"] | None = None  # of a categorical critic's K bins
-  value_logits: Float[Array, "B T K"] | None = None  # of a categorical critic's K bins
 
 
 @flax.struct.dataclass

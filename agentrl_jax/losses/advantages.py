@@ -1,7 +1,7 @@
 """Advantage slot: `(TrajectoryBatch, Aux) -> Credit`, once on the whole batch, without gradient.
 
 Here: baselines from the group of episodes of one task. Statistics run over scored trajectories, one
-vote each however many rows, turns or samples they occupy.
+vote each however many rows, turns or samples they occupy; where turns are compared, one a turn.
 """
 
 import dataclasses

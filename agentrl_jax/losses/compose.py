@@ -22,7 +22,9 @@ from agentrl_jax.types import (
 def policy_loss(ratio: RatioFn, surrogate: SurrogateFn, *penalties: PenaltyFn) -> LossFn:
   """sum_t weight_t (surrogate(ratio(logp - old_logp), advantage) + penalties)_t.
 
-  Tokens of weight 0 are never read, in value or gradient.
+  Only action tokens are read, in value or gradient. One of weight 0 has no term of its own, but a
+  ratio at a coarser scale averages over its whole unit: there it is read, and gets the gradient of
+  its neighbours' terms.
   """
 
   def loss(policy: PolicyEval, batch: LossBatch) -> tuple[Float[Array, ""], Metrics]:

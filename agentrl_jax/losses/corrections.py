@@ -1,7 +1,8 @@
 """Weights that answer for engine and trainer disagreeing: rho = exp(old - behavior) per token.
 
-Each wraps a weight and multiplies it by a constant of the loss; denominators stay as they were and
-advantages never see rho. Where `old` is taken from the engine, rho is one and nothing is left.
+Each wraps a weight and multiplies it by a constant of the loss; denominators, and the units that a
+coarser ratio averages over, stay as they were and advantages never see rho. Where `old` is taken
+from the engine, rho is one and nothing is left.
 """
 
 from collections.abc import Mapping

@@ -76,7 +76,8 @@ def dapo(
 ) -> Algorithm:
   """DAPO (arXiv 2503.14476, eq. 8 and 13): overlong shaping; truncated episodes carry no loss.
 
-  Its dynamic sampling is the collector's: groups of equal rewards are refilled before packing.
+  Its dynamic sampling is not here: `Batch.only_mixed` leaves groups of equal rewards out of the
+  step, and nothing refills them.
   """
   shaped = length_penalty(group_relative(), limit=limit, buffer=buffer, coef=coef)
   loss = policy_loss(per_token(), clip(low, high))
@@ -247,7 +248,11 @@ def opd(*, cap: float = 2.0) -> Algorithm:
 
 
 def critic_only(*, gamma: float = 1.0, scale: Scale = TOKEN) -> Algorithm:
-  """Value pre-training (VC-PPO, arXiv 2503.01491): Monte-Carlo returns, the policy stays."""
+  """Value pre-training (VC-PPO, arXiv 2503.01491): Monte-Carlo returns, no policy loss.
+
+  The policy stays only beside a critic of its own model (`learner.critic.of_its_own`): one on the
+  policy's hidden states moves the policy's weights too.
+  """
   return Algorithm(gae(scale, gamma=gamma, lam=1.0), mean_over(TOKEN), value_loss(1.0), VALUE)
 
 

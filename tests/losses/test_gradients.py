@@ -14,6 +14,7 @@ import pytest
 
 from agentrl_jax.losses.advantages import group_relative, unscaled
 from agentrl_jax.losses.compose import add, policy_loss, with_clip_high
+from agentrl_jax.losses.corrections import banded_is
 from agentrl_jax.losses.gae import gae, resolution_mix, two_scale_gae
 from agentrl_jax.losses.penalties import (
   entropy_bonus,
@@ -291,6 +292,26 @@ def test_entropy_and_imitation_penalties():
   expected = -0.2 * np.asarray(batch.weight) * packed.layout.column(good, made)
   np.testing.assert_allclose(g.logp, expected, atol=1e-7)
   assert 0 < sum(map(sum, good)) < packed.batch.action.sum()
+
+
+def test_a_token_of_weight_0_is_still_of_its_ratios_unit():
+  """Its own ratio: no gradient, NaN unread. The trajectory's: the mean of the unit's w A."""
+  packed = batches.lay_out([batches.by_hand([0, 0, 0], [1.0], behavior=[-1.0, -9.0, -1.0])])
+  credit = Credit(np.float32(packed.batch.action))
+  weight = banded_is(mean_over(TOKEN))(packed.batch, packed.aux, credit)
+  np.testing.assert_allclose(weight, [[1 / 3, 0.0, 1 / 3]], atol=1e-7)
+  batch = LossBatch(packed.batch, packed.aux, credit, weight)
+
+  def slope(ratio, policy):
+    return jax.grad(lambda p: policy_loss(ratio, clip())(p, batch)[0])(policy).logp
+
+  broken = packed.policy.replace(logp=np.where(weight == 0, np.float32("nan"), packed.policy.logp))
+  with jax.debug_nans(False):
+    own, coarse = slope(per_token(), broken), slope(at_scale(TRAJ), broken)
+  np.testing.assert_allclose(own, [[-1 / 3, 0.0, -1 / 3]], atol=1e-6)
+  assert np.isnan(coarse).all()
+  shared = slope(at_scale(TRAJ), packed.policy)
+  np.testing.assert_allclose(shared, [[-2 / 9] * 3], atol=1e-6)
 
 
 def test_a_controlled_clip_reads_the_controller():
