@@ -13,7 +13,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -34,6 +34,17 @@ DTYPE_NAMES = {
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
+def read_object(path: pathlib.Path) -> dict[str, Any]:
+  """The JSON object in a file. Raises ValueError, with its path, if there is something else."""
+  try:
+    found = json.loads(path.read_text())
+  except ValueError as error:  # bad UTF-8 is one too
+    raise ValueError(f"{path}: not JSON: {error}") from error
+  if not isinstance(found, dict):
+    raise ValueError(f"{path}: {type(found).__name__}, expected a JSON object")
+  return found
+
+
 class TensorEntry(NamedTuple):
   """One tensor to be written; `read` is called once, when its turn comes."""
 
@@ -49,13 +60,17 @@ class TensorFiles:
   Raises:
     FileNotFoundError: neither an index nor a single file is there, or the index names a missing
       file.
+    ValueError: an index or a file that is broken, by its path.
   """
 
   def __init__(self, directory: PathLike):
     self.directory = pathlib.Path(directory)
     index, single = self.directory / INDEX_NAME, self.directory / SINGLE_NAME
     if index.is_file():
-      names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+      places = read_object(index).get("weight_map")
+      if not isinstance(places, dict):
+        raise ValueError(f"{index}: weight_map is {places!r}, expected the file of each tensor")
+      names = sorted(set(places.values()))
     elif single.is_file():
       names = [SINGLE_NAME]
     else:
@@ -67,7 +82,10 @@ class TensorFiles:
       path = self.directory / name
       if not path.is_file():
         raise FileNotFoundError(f"{path}: named by {INDEX_NAME} but missing")
-      handle = safetensors.safe_open(path, framework="numpy")
+      try:
+        handle = safetensors.safe_open(path, framework="numpy")
+      except safetensors.SafetensorError as error:
+        raise ValueError(f"{path}: not a whole safetensors file: {error}") from error
       self._files |= {tensor: handle for tensor in handle.keys()}  # noqa: SIM118 (not a mapping)
 
   def names(self) -> set[str]:

@@ -271,9 +271,11 @@ def _read_ropes(fields: Mapping[str, Any]) -> dict[str, Any]:
   if hf_config.read_scaling(local, length) is not None:
     raise ValueError(f"rope scaling {local} of sliding_attention is not supported")
   return {
-    "rope_theta": everywhere.get("rope_theta", fields.get("rope_theta", 1e6)),
+    "rope_theta": hf_config.read_positive({**fields, **everywhere}, "rope_theta", 1e6),
     "rope_scaling": hf_config.read_scaling(everywhere, length),
-    "local_rope_theta": local.get("rope_theta", fields.get("rope_local_base_freq", 10000.0)),
+    "local_rope_theta": hf_config.read_positive(
+      local, "rope_theta", hf_config.read_positive(fields, "rope_local_base_freq", 10000.0)
+    ),
   }
 
 

@@ -21,6 +21,7 @@ from agentrl_jax.models.checkpoint_files import (
   TensorEntry,
   TensorFiles,
   new_directory,
+  read_object,
   write_tensors,
 )
 from agentrl_jax.models.model import Model, ParamSpec, Rule, Weights, is_spec, parameter_path
@@ -43,14 +44,15 @@ def load_model(directory: PathLike) -> Model:
 
   Raises:
     FileNotFoundError: no such directory, or no config.json in it.
-    ValueError: an unknown architecture, or a configuration field not supported, by name.
+    ValueError: a config.json that is no JSON object, an unknown architecture, or a configuration
+      field not supported, by name.
   """
   path = pathlib.Path(directory) / "config.json"
   if not path.is_file():
     raise FileNotFoundError(
       f"{directory}: expected a Hugging Face model directory with config.json"
     )
-  fields = json.loads(path.read_text())
+  fields = read_object(path)
   architectures = fields.get("architectures") or []
   known = [name for name in architectures if name in _ARCHITECTURES]
   if not known:
@@ -73,8 +75,8 @@ def load_weights(
 
   Raises:
     FileNotFoundError: no safetensors files.
-    ValueError: tensors missing, left over, or of another shape or stored type than expected, by
-      name.
+    ValueError: a broken file, by its path; tensors missing, left over, or of another shape or
+      stored type than expected, by name.
   """
   files = TensorFiles(directory)
   _check(model, files)
@@ -213,4 +215,4 @@ def _copy_settings(source: pathlib.Path, target: pathlib.Path) -> dict[str, Any]
   for path in sorted(source.iterdir()):
     if path.suffix in _COPIED_SUFFIXES and not path.name.endswith(".index.json"):
       shutil.copyfile(path, target / path.name)
-  return json.loads((source / "config.json").read_text())
+  return read_object(source / "config.json")

@@ -40,7 +40,8 @@ _WINDOWS = frozenset({"layer_types", "max_window_layers", "sliding_window"})
 def check(
   fields: Mapping[str, Any], family: str, *, fixed: Mapping[str, Any], read: Collection[str]
 ) -> None:
-  """Raises ValueError unless every field is known and every required one is there.
+  """Raises ValueError unless every field is known, every required one is there, and numbers make
+  sense.
 
   Args:
     family: its name in messages.
@@ -55,6 +56,26 @@ def check(
   missing = [name for name in SIZES if name not in fields]
   if missing:
     raise ValueError(f"config fields {missing} are missing")
+  for name in (*SIZES, "num_key_value_heads"):
+    if name in fields and not (type(fields[name]) is int and fields[name] > 0):
+      raise ValueError(f"config field {name}={fields[name]!r}, expected a whole number > 0")
+  read_positive(fields, "rms_norm_eps", 1.0)
+  _check_ends(fields)
+
+
+def read_positive(fields: Mapping[str, Any], name: str, default: float) -> float:
+  """A field's number, `default` where the field is left out. Raises ValueError unless it is > 0."""
+  value = fields.get(name, default)
+  if not (type(value) in (int, float) and 0 < value < math.inf):
+    raise ValueError(f"config field {name}={value!r}, expected a number > 0")
+  return value
+
+
+def _check_ends(fields: Mapping[str, Any]) -> None:
+  given, size = fields.get("eos_token_id"), fields["vocab_size"]
+  ends = given if isinstance(given, list) else [] if given is None else [given]
+  if not all(type(end) is int and 0 <= end < size for end in ends):
+    raise ValueError(f"config field eos_token_id={given!r}, expected ids from 0 to {size - 1}")
 
 
 def read_sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,8 +85,7 @@ def read_sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
     ValueError: query heads that do not divide over the key-value heads.
   """
   sizes = {ours: fields[name] for name, ours in (SIZES | OPTIONS).items() if name in fields}
-  if sizes.get("kv_heads") is None:
-    sizes["kv_heads"] = sizes["heads"]
+  sizes.setdefault("kv_heads", sizes["heads"])
   if sizes.get("head_dim") is None:
     sizes["head_dim"] = sizes["embed"] // sizes["heads"]
   if isinstance(sizes.get("eos_token_id"), list):
@@ -88,10 +108,11 @@ def read_rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
   """(theta, scaling) in both spellings: `rope_parameters`, and `rope_theta` with `rope_scaling`.
 
   Raises:
-    ValueError: a kind of scaling, or a parameter of one, that is not known, by name.
+    ValueError: a kind of scaling, or a parameter of one, that is not known, or a theta that is not
+      > 0, by name.
   """
   rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-  theta = rope.get("rope_theta", fields.get("rope_theta", 10000.0))
+  theta = read_positive({**fields, **rope}, "rope_theta", 10000.0)
   return theta, read_scaling(rope, fields["max_position_embeddings"])
 
 

@@ -63,11 +63,24 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-  """The rows of a metrics file, in order; a last line cut by a kill is left out."""
+  """The rows of a metrics file, in order; a last line cut by a kill is left out.
+
+  Raises ValueError, naming file and line, for any other line that is no row.
+  """
   if not path.exists():
     return []
-  lines = path.read_text().split("\n")
-  return [json.loads(line) for line in lines[:-1] if line]
+  lines = path.read_bytes().split(b"\n")
+  return [_row(line, f"{path}, line {n}") for n, line in enumerate(lines[:-1], 1) if line]
+
+
+def _row(line: bytes, where: str) -> dict[str, Any]:
+  try:
+    row = json.loads(line)
+  except ValueError as error:  # bad UTF-8 is one too
+    raise ValueError(f"{where}: not JSON: {error}") from error
+  if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+    raise ValueError(f"{where}: {line[:60]!r}, expected an object with a step")
+  return row
 
 
 SECONDS_A_LINE = 60.0

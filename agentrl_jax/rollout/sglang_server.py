@@ -20,6 +20,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from agentrl_jax.rollout import sglang_watch
 from agentrl_jax.rollout.engine import EngineDead, EngineError
@@ -83,7 +84,7 @@ class SGLangServer:
 
   Raises:
     FileNotFoundError: no model directory or no SGLang interpreter, before anything starts.
-    ValueError: a context longer than the model's, likewise.
+    ValueError: a context longer than the model's, or a config.json without vocab_size, likewise.
     EngineError: `start` found the port taken.
     EngineDead: `start` saw the process end, or no answer within `start_seconds`; the log's tail is
       quoted.
@@ -94,7 +95,7 @@ class SGLangServer:
     if not config.is_file():
       raise FileNotFoundError(f"model directory {options.model} has no config.json")
     self.options = options
-    fields = json.loads(config.read_text())
+    fields = _fields(config)
     self.vocab_size: int = fields["vocab_size"]
     longest = fields.get("max_position_embeddings")
     if longest is not None and (options.context_length or 0) > longest:
@@ -211,6 +212,18 @@ class SGLangServer:
       f"SGLang server {self.url} ended while starting; "
       f"its log {self.log} ends with:\n{self.log_tail()}"
     )
+
+
+def _fields(config: Path) -> dict[str, Any]:
+  """Of a model's config.json, with a vocab_size. Raises ValueError, with its path, otherwise."""
+  try:
+    fields = json.loads(config.read_text())
+  except ValueError as error:
+    raise ValueError(f"{config}: not JSON: {error}") from error
+  size = fields.get("vocab_size") if isinstance(fields, dict) else None
+  if not isinstance(size, int) or size < 1:
+    raise ValueError(f"{config}: vocab_size is {size!r}, expected a whole number > 0")
+  return fields
 
 
 def find_python(path: Path | None = None) -> Path:

@@ -153,6 +153,19 @@ def test_a_failed_write_leaves_the_old_directory(saved, tmp_path):
       r"\['x'\] are not known to .*'lin",
     ),
     ({"hidden_size": "REMOVED"}, r"\['hidden_size'\] are missing"),
+    *(
+      ({name: value}, f"{name}={value}, expected a whole number > 0")
+      for name in ("num_key_value_heads", "max_position_embeddings", "vocab_size")
+      for value in (0, None, -1, 2.0, True)
+    ),
+    *(
+      ({name: value}, f"{name}={value}, expected a number > 0")
+      for name in ("rms_norm_eps", "rope_theta")
+      for value in (0, None, -1.0, float("inf"), float("nan"))
+    ),
+    ({"rope_parameters": {"rope_theta": None}}, "rope_theta=None, expected a number > 0"),
+    ({"eos_token_id": 24}, "eos_token_id=24, expected ids from 0 to 23"),
+    ({"eos_token_id": [2, -1]}, r"eos_token_id=\[2, -1\], expected ids from 0 to 23"),
     ({"num_key_value_heads": 3}, "num_attention_heads=2 is no multiple of num_key_value_heads=3"),
   ],
 )
@@ -249,6 +262,27 @@ def test_tensors_refused_by_name(saved, change, message):
   rewrite(directory, change)
   with pytest.raises(ValueError, match=message):
     hf.load_weights(MODEL, directory)
+
+
+@pytest.mark.parametrize(
+  ("name", "content", "message"),
+  [
+    ("config.json", b"", "config.json: not JSON: Expecting value"),
+    ("config.json", b"\xff", "config.json: not JSON: 'utf-8' codec"),
+    ("config.json", b"[]", "config.json: list, expected a JSON object"),
+    (checkpoint_files.SINGLE_NAME, b"", "model.safetensors: not a whole safetensors file: "),
+    (checkpoint_files.SINGLE_NAME, None, "model.safetensors: not a whole safetensors file: "),
+    (checkpoint_files.INDEX_NAME, b"{}", "index.json: weight_map is None, expected the file of"),
+    (checkpoint_files.INDEX_NAME, b"{", "index.json: not JSON: "),
+  ],
+)
+def test_broken_files_are_named(saved, name, content, message):
+  _, directory = saved
+  path = directory / name
+  path.write_bytes(path.read_bytes()[:-1] if content is None else content)
+  with pytest.raises(ValueError) as raised:
+    hf.load_weights(hf.load_model(directory), directory)
+  assert str(path) in str(raised.value) and message in str(raised.value)
 
 
 def test_old_buffers_and_copies_of_a_tied_head_are_passed_over(tmp_path):

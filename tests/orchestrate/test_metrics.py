@@ -3,6 +3,7 @@
 import json
 
 import jax.numpy as jnp
+import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from agentrl_jax.orchestrate.metrics import MetricsWriter, read_metrics, to_floats
@@ -29,6 +30,22 @@ def test_resume_drops_lines_that_will_be_written_again(tmp_path):
     {"step": 1, "loss": 0.5},
     {"step": 2, "loss": 10.0, "bad": None},
   ]
+
+
+@pytest.mark.parametrize(
+  ("line", "words"),
+  [
+    ('{"step": 1, "lo', "not JSON"),
+    ("[1]", "expected an object with a step"),
+    ('{"loss": 1.0}', "expected an object with a step"),
+  ],
+)
+def test_a_bad_line_is_named_with_its_file(tmp_path, line, words):
+  path = tmp_path / "metrics.jsonl"
+  path.write_text(f'{{"step": 0}}\n{line}\n{{"step": 2}}\n')
+  with pytest.raises(ValueError) as caught:
+    read_metrics(path)
+  assert str(caught.value).startswith(f"{path}, line 2: ") and words in str(caught.value)
 
 
 def test_tensorboard_reads_the_scalars_back(tmp_path):

@@ -140,6 +140,22 @@ def test_a_context_longer_than_the_models_is_refused(tmp_path):
     SGLangServer(ServerOptions(tmp_path, context_length=65))
 
 
+@pytest.mark.parametrize(
+  ("text", "words"),
+  [
+    ("{}", "vocab_size is None, expected a whole number > 0"),
+    ("[]", "vocab_size is None, expected a whole number > 0"),
+    ('{"vocab_size": "many"}', "vocab_size is 'many', expected"),
+    ("", "not JSON: Expecting value"),
+  ],
+)
+def test_a_configuration_without_vocabulary_is_refused(tmp_path, text, words):
+  (tmp_path / "config.json").write_text(text)
+  with pytest.raises(ValueError) as caught:
+    SGLangServer(ServerOptions(tmp_path))
+  assert str(caught.value).startswith(f"{tmp_path}/config.json: {words}")
+
+
 def test_flags_follow_the_platform():
   options = ServerOptions(Path("m"), dtype="bfloat16", tensor_parallel=2, extra=("--x", "1"))
   cpu = " ".join(server_arguments(options, 7, cuda=False))
