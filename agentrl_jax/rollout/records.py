@@ -210,9 +210,16 @@ def to_json(episode: Episode) -> str:
 
 
 def from_json(line: str) -> Episode:
-  """Inverse of `to_json`. Raises ValueError (KeyError, TypeError inside) naming what is missing."""
+  """Inverse of `to_json`. Raises ValueError naming what is missing or of the wrong kind."""
   try:
     data = json.loads(line)
+    for name in ("terminated", "truncated"):
+      if not isinstance(data[name], bool):
+        raise ValueError(f"{name} is {data[name]!r}, expected true or false")
+    for name in ("info", "timings"):
+      _check_numbers(data.get(name, {}), name)
+    for turn, parts in enumerate(data["reward_parts"]):
+      _check_numbers(parts, f"reward_parts of turn {turn}")
     samples = tuple(
       Sample(**(s | {"segments": tuple(_segment(x) for x in s["segments"])}))
       for s in data["samples"]
@@ -239,11 +246,26 @@ def _segment(data: Mapping[str, Any]) -> Segment:
   logp, version = data["logp"], data["version"]
   return Segment(
     kind=Kind(data["kind"]),
-    ids=np.asarray(data["ids"], np.int32),
+    ids=_integers(data["ids"], "id"),
     turn=data["turn"],
     logp=None if logp is None else np.asarray(logp, np.float32),
-    version=None if version is None else np.asarray(version, np.int32),
+    version=None if version is None else _integers(version, "version"),
   )
+
+
+def _integers(values: Sequence[Any], name: str) -> np.ndarray:
+  for k, value in enumerate(values):
+    if type(value) is not int or not -(2**31) <= value < 2**31:
+      raise ValueError(f"{name} {value!r} at {k}, expected an integer of 32 bits")
+  return np.asarray(values, np.int32)
+
+
+def _check_numbers(value: Any, name: str) -> None:
+  if not isinstance(value, dict):
+    raise ValueError(f"{name} is {value!r}, expected named numbers")
+  for key, number in value.items():
+    if not isinstance(number, int | float):
+      raise ValueError(f"{name} has {key}={number!r}, expected a number")
 
 
 def _vector(

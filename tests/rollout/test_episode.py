@@ -1,8 +1,11 @@
 import ast
 import asyncio
 import dataclasses
+import functools
 import inspect
+import json
 import math
+import operator
 import random
 
 import numpy as np
@@ -118,6 +121,28 @@ def test_the_next_prompt_is_the_stream_and_log_probs_are_kept_by_token():
 def test_a_stored_episode_reads_back_equal():
   result = run(play(seen("3"), script(said(CALL), said("yes"))))
   assert to_json(from_json(to_json(result))) == to_json(result)
+
+
+@pytest.mark.parametrize(
+  ("place", "value", "words"),
+  [
+    (("samples", 0, "segments", 0, "ids", 0), 10.7, "id 10.7 at 0, expected an integer of 32 bits"),
+    (("samples", 0, "segments", 0, "ids", 0), 2**40, "id 1099511627776 at 0, expected"),
+    (("samples", 0, "segments", 1, "version", 0), 0.5, "version 0.5 at 0, expected"),
+    (("terminated",), "no", "terminated is 'no', expected true or false"),
+    (("truncated",), 0, "truncated is 0, expected true or false"),
+    (("info",), None, "info is None, expected named numbers"),
+    (("info",), {"finished": "yes"}, "info has finished='yes', expected a number"),
+    (("reward_parts", 0), [], "reward_parts of turn 0 is [], expected named numbers"),
+  ],
+)
+def test_a_stored_episode_of_wrong_kinds_is_refused_by_name(place, value, words):
+  record = json.loads(to_json(run(play(seen("3"), script(said(CALL), said("yes"))))))
+  inside = functools.reduce(operator.getitem, place[:-1], record)
+  inside[place[-1]] = value
+  with pytest.raises(ValueError) as caught:
+    from_json(json.dumps(record))
+  assert words in str(caught.value)
 
 
 def test_a_success_reaches_the_threshold():
