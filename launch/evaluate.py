@@ -16,7 +16,7 @@ from absl import flags
 from agentrl_jax.models.hf import load_model, load_weights
 from agentrl_jax.models.sharding import make_mesh, shardings
 from agentrl_jax.orchestrate.engines import EngineContext
-from agentrl_jax.orchestrate.evaluate import evaluate, summary, write_records
+from agentrl_jax.orchestrate.evaluate import check_writable, evaluate, summary, write_records
 from agentrl_jax.orchestrate.experiment import Experiment
 from agentrl_jax.orchestrate.metrics import Progressing
 from agentrl_jax.orchestrate.play import make_play
@@ -25,19 +25,26 @@ from launch import command, configuration
 CONFIG = configuration.define_config()
 MODEL = flags.DEFINE_string("model", None, "Hugging Face directory; default: the configuration's.")
 OUTPUT = flags.DEFINE_string("output", None, "Where the records go, as jsonl.")
-TASKS = flags.DEFINE_integer("tasks", None, "Held-out tasks; default: the configuration's.")
-SAMPLES = flags.DEFINE_integer("samples", None, "Episodes a task; default: the configuration's.")
-TEMPERATURE = flags.DEFINE_float("temperature", None, "0 is greedy; default: the configuration's.")
+TASKS = flags.DEFINE_integer(
+  "tasks", None, "Held-out tasks; default: the configuration's.", lower_bound=1
+)
+SAMPLES = flags.DEFINE_integer(
+  "samples", None, "Episodes a task; default: the configuration's.", lower_bound=1
+)
+TEMPERATURE = flags.DEFINE_float(
+  "temperature", None, "0 is greedy; default: the configuration's.", lower_bound=0.0
+)
 
 
 def main(arguments: Sequence[str]) -> int:
   del arguments
   if OUTPUT.value is None:
     raise ValueError("--output is missing: give the file that the records go to")
+  output = Path(OUTPUT.value)
+  check_writable(output)
   experiment = configuration.built(CONFIG, Experiment)
   changes = {"model": MODEL.value, "temperature": TEMPERATURE.value}
   changes = {name: value for name, value in changes.items() if value is not None}
-  output = Path(OUTPUT.value)
   command.run_async(_evaluate(dataclasses.replace(experiment, **changes), output))
   return 0
 

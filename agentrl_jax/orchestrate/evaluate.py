@@ -87,6 +87,16 @@ def summary(records: Sequence[Record]) -> dict[str, float]:
   }
 
 
+def check_writable(path: Path) -> None:
+  """Raises the OSError that `write_records` would end with, before there is anything to lose."""
+  if path.is_dir():
+    raise IsADirectoryError(f"{path} is a directory, expected a file for the records")
+  path.parent.mkdir(parents=True, exist_ok=True)
+  partial = path.with_suffix(".partial")
+  partial.touch()
+  partial.unlink()
+
+
 def write_records(
   records: Sequence[Record], path: Path, settings: Mapping[str, Any] | None = None
 ) -> None:

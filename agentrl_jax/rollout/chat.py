@@ -10,6 +10,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -81,10 +82,19 @@ class Codec:
     return self.template.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
 
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # one is enough
+
+
 def load_tokenizer(directory: str) -> Any:
   """The fast tokenizer of a Hugging Face model directory, with its chat template. Reads local files
   only.
+
+  Raises:
+    FileNotFoundError: the directory holds no tokenizer.
+    ValueError: one that is not fast.
   """
+  if not any((Path(directory) / name).is_file() for name in _TOKENIZERS):
+    raise FileNotFoundError(f"{directory}: no tokenizer, expected tokenizer.json")
   from transformers import AutoTokenizer  # slow to import, and scripted runs do without
 
   tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)

@@ -22,6 +22,13 @@ START, END = 256, 257
 hostile = st.lists(st.sampled_from([*SPECIALS, "a", "\n", "é", " ", "x1"])).map("".join)
 
 
+def test_a_directory_without_a_tokenizer_is_named(tmp_path):
+  (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+  with pytest.raises(FileNotFoundError) as caught:
+    chat.load_tokenizer(str(tmp_path))
+  assert str(caught.value) == f"{tmp_path}: no tokenizer, expected tokenizer.json"
+
+
 def renderer(template=CHATML):
   fast = byte_tokenizer(template)
   return ChatRenderer(fast, make_codec(fast))

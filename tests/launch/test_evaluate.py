@@ -1,0 +1,35 @@
+"""`launch.evaluate` refuses what it could not finish before it plays a single episode."""
+
+import pytest
+
+from agentrl_jax.orchestrate.evaluate import Record, check_writable, read_records, write_records
+from tests.launch.commands import run
+
+
+def test_a_path_is_checked_without_a_trace(tmp_path):
+  path = tmp_path / "new" / "records.jsonl"
+  check_writable(path)
+  assert list(path.parent.iterdir()) == []
+  records = [Record("a/b/0", 0, True, False, 3, "m")]
+  write_records(records, path)
+  check_writable(path)
+  assert read_records(path) == records
+  with pytest.raises(IsADirectoryError, match="new is a directory, expected a file"):
+    check_writable(path.parent)
+  with pytest.raises(OSError, match=r"records\.jsonl"):
+    check_writable(path / "more.jsonl")
+
+
+@pytest.mark.parametrize(
+  ("flags", "words"),
+  [
+    (["--output={}"], "{} is a directory, expected a file for the records"),
+    (["--tasks=0"], "--tasks=0: 0 is not a positive integer"),
+    (["--samples=-1"], "--samples=-1: -1 is not a positive integer"),
+  ],
+)
+def test_what_cannot_end_well_is_refused_at_once(tmp_path, flags, words):
+  given = [flag.format(tmp_path) for flag in ["--output={}/records.jsonl", *flags]]
+  code, output = run(["launch.evaluate", "--config=config:tiny_rl", *given])
+  assert code == 1 and words.format(tmp_path) in output
+  assert "Traceback" not in output and list(tmp_path.iterdir()) == []
