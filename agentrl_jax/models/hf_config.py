@@ -85,7 +85,8 @@ def read_sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
     ValueError: query heads that do not divide over the key-value heads.
   """
   sizes = {ours: fields[name] for name, ours in (SIZES | OPTIONS).items() if name in fields}
-  sizes.setdefault("kv_heads", sizes["heads"])
+  if sizes.get("kv_heads") is None:
+    sizes["kv_heads"] = sizes["heads"]
   if sizes.get("head_dim") is None:
     sizes["head_dim"] = sizes["embed"] // sizes["heads"]
   if isinstance(sizes.get("eos_token_id"), list):
