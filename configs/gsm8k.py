@@ -23,7 +23,7 @@ def gsm8k() -> fdl.Config[Experiment]:
     engine=fdl.Config(engines.sglang, dtype="bfloat16"),
     steps=200,
     limits=fdl.Config(Limits, turn_tokens=256, context_tokens=2048),
-    batch=fdl.Config(Batch, groups=32, members=8, row_length=2048, micro_rows=2),
+    batch=fdl.Config(Batch, groups=32, members=8, row_length=2304, micro_rows=2),
     evaluation=fdl.Config(Evaluation, tasks=256, samples=4, every=20),
     dtype="bfloat16",
     max_mismatch=0.5,

@@ -1,10 +1,13 @@
 """What a configuration may not be, each refused before anything starts, by name and value."""
 
 import dataclasses
+import json
 
+import fiddle as fdl
 import numpy as np
 import pytest
 
+import configs
 from agentrl_jax.losses import recipes
 from agentrl_jax.orchestrate.experiment import Batch, Evaluation, Experiment
 from agentrl_jax.orchestrate.supervised import Supervised, trainable
@@ -40,6 +43,21 @@ NOTHING = dict(
 def test_an_experiment(change, message):
   with pytest.raises(ValueError, match=message):
     Experiment(**(NOTHING | change))
+
+
+def test_gsm8k_is_a_configuration_that_builds(tmp_path):
+  for split in ("train", "test"):
+    rows = [{"question": f"{split} {i}?", "answer": f"#### {i}"} for i in range(3)]
+    (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+  config = configs.gsm8k()
+  config.tasks.path, config.tasks.data_dir = str(tmp_path), str(tmp_path / "tasks")
+  built = fdl.build(config)
+  assert len(built.tasks.held_out) == 3
+  configs.use_algorithm(config, "gspo")
+  config.algorithm.high = 0.5
+  assert fdl.build(config).algorithm.weight is not built.algorithm.weight
+  with pytest.raises(ValueError, match="no algorithm 'gspoo'; there are ac2, canopy"):
+    configs.use_algorithm(config, "gspoo")
 
 
 def test_one_member_is_enough_without_a_group_baseline():
