@@ -246,7 +246,7 @@ def one_error(output: str) -> str:
   [
     (["--config=set:algorithm.hig=0.3"], "algorithm.hig"),
     (["--config=set:algorithm.high=much"], "much"),
-    (["--config=set:steps=0"], "steps is 0, expected at least 1"),
+    (["--config=set:steps=0"], "steps is 0, expected a whole number of at least 1"),
     (['--config=set:model="nowhere"'], "nowhere"),
     (['--config=set:mesh={"rows": 2}'], "rows"),
     (["--config=set:batch.row_length=16"], "expected more than limits.context_tokens, 128"),

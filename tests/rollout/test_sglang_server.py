@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentrl_jax.rollout.engine import EngineDead, EngineError, SamplingParams
+from agentrl_jax.rollout.engine import EngineDead, EngineError, Generation, SamplingParams
 from agentrl_jax.rollout.sglang import SGLangEngine
 from agentrl_jax.rollout.sglang_server import (
   ServerOptions,
@@ -273,16 +273,20 @@ def test_serve_refuses_a_missing_model_in_one_line(tmp_path):
 
 def check_kill_mid_request(server: SGLangServer, engine: SGLangEngine, request_id: str) -> None:
   async def main():
-    # The model's own end token may come first in some, so several requests are in flight.
+    # The model's own end token may come first in some, also while the server is being killed, so
+    # many requests are in flight.
     params = SamplingParams(500, (), 1.0)
-    ids = [f"{request_id} {k}" for k in range(8)]
+    ids = [f"{request_id} {k}" for k in range(16)]
     calls = [asyncio.create_task(engine.generate(i, [3, 4, 5], params)) for i in ids]
     await asyncio.sleep(0.3)
     pending = [call for call in calls if not call.done()]
     assert pending
     os.kill(server.pid, signal.SIGKILL)
     begin = time.monotonic()
-    for error in await asyncio.gather(*pending, return_exceptions=True):
+    ended = await asyncio.gather(*pending, return_exceptions=True)
+    dead = [error for error in ended if not isinstance(error, Generation)]
+    assert dead
+    for error in dead:
       assert isinstance(error, EngineDead)
       assert "process ended" in str(error) and str(server.log) in str(error)
     assert time.monotonic() - begin < 10

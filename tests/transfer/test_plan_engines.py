@@ -151,7 +151,7 @@ def test_any_mesh_paints_any_ranks_once(mesh, ranks, small):  # W1
 def small(monkeypatch):
   """The same tree with tiny sizes, so that loops over elements are short."""
   sizes = {"EMBED": 12, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 2, "EXPERTS": 8, "WIDTH": 8,
-           "VOCAB": 16}  # fmt: skip
+           "VOCAB": 64}  # fmt: skip
   for name, value in sizes.items():
     monkeypatch.setattr(large, name, value)
   monkeypatch.setattr(large, "TREE", large.tree())
