@@ -76,6 +76,7 @@ class Batch:
 
   def __post_init__(self):
     at_least("batch", self, 1, "groups", "members", "row_length", "micro_rows")
+    at_least("batch", self, 1, "minibatches", "least_rows", "least_turns")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,5 +153,3 @@ class Experiment:
         f"batch.members is {self.batch.members}, expected at least 2: the algorithm compares the "
         "members of a group"
       )
-    if self.batch.minibatches < 1:
-      raise ValueError(f"batch.minibatches is {self.batch.minibatches}, expected at least 1")

@@ -62,6 +62,7 @@ class Run:
 
   experiment: Experiment
   workdir: Path
+  identity: Mapping[str, Any]  # see `identity`; kept with each checkpoint
   model: Model
   mesh: Mesh
   state: TrainState
@@ -116,7 +117,7 @@ class Run:
         self.experiment.seed,
         self.step,
         {"next": self.cursor},
-        identity(self.experiment),
+        self.identity,
         {"explained": self.explained}
         | ({} if self.clip is None else {"clip_offset": self.clip.offset}),
       ),
@@ -148,7 +149,8 @@ async def open_run(
       stack.enter_context(lock(workdir))
     mesh = make_mesh(devices=None, **experiment.mesh)
     hosts.check_mesh(mesh.size)
-    state, host_state = _state(experiment, workdir, model, mesh)
+    whose = identity(experiment)
+    state, host_state = _state(experiment, workdir, model, mesh, whose)
     step = host_state.weight_version
     if step:
       progress.say(f"resuming after step {step} from {workdir / 'checkpoints'}")
@@ -161,6 +163,7 @@ async def open_run(
     yield Run(
       experiment=experiment,
       workdir=workdir,
+      identity=whose,
       model=model,
       mesh=mesh,
       state=state,
@@ -182,7 +185,8 @@ async def _stage(
   experiment: Experiment, workdir: Path, model: Model, served: Any, step: int
 ) -> AsyncIterator[Stage]:
   directory = Path(experiment.model)
-  _write_json(workdir / "run.json", {"model_directory": str(directory.resolve())})
+  about = {"model_directory": str(directory.resolve())}
+  _write_whole(workdir / "run.json", json.dumps(about, indent=2) + "\n")
   metrics = MetricsWriter(workdir, resume_step=step)
   context = experiment.limits.context_tokens
   with contextlib.closing(metrics):
@@ -208,7 +212,7 @@ def lock(workdir: Path) -> Iterator[None]:
 
 
 def _state(
-  experiment: Experiment, workdir: Path, model: Model, mesh: Mesh
+  experiment: Experiment, workdir: Path, model: Model, mesh: Mesh, whose: Mapping[str, Any]
 ) -> tuple[TrainState, checkpoint.HostState]:
   """The last complete checkpoint's, or the start's."""
   path = checkpoint.latest(workdir / "checkpoints")
@@ -217,8 +221,7 @@ def _state(
     made_by = critic_of(experiment)
     state = make_state(model, experiment.optimizer, mesh, directory=directory, critic=made_by)
     return state, checkpoint.HostState(experiment.seed, 0, {"next": 0})
-  seen = checkpoint.read_host(path)
-  require_same(path, {"seed": seen.seed, **seen.run}, identity(experiment))
+  seen = require_same(path, whose)
   if seen.weight_version > experiment.steps:
     raise ValueError(
       f"{path} is after step {seen.weight_version}, this configuration ends at {experiment.steps}"
@@ -238,14 +241,18 @@ def identity(experiment: Experiment) -> dict[str, Any]:
   }
 
 
-def require_same(path: Path, written: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-  """Raises ValueError, naming the first difference, unless a checkpoint is of the run asked for."""
+def require_same(path: Path, asked: Mapping[str, Any]) -> checkpoint.HostState:
+  """The host's part of a checkpoint. Raises ValueError, naming the first difference, unless it is
+  of the run asked for.
+  """
+  host = checkpoint.read_host(path)
   for name, value in asked.items():
-    if written.get(name) != value:
+    if host.run.get(name) != value:
       raise ValueError(
-        f"{path} is of a run with {name} {written.get(name)}, this configuration has {value}: "
+        f"{path} is of a run with {name} {host.run.get(name)}, this configuration has {value}: "
         "use another work directory"
       )
+  return host
 
 
 def _clip(experiment: Experiment, host: checkpoint.HostState) -> ClipController | None:
@@ -314,14 +321,13 @@ def keep_config(workdir: Path, config: str, progress: Progressing) -> None:
     progress.say(
       f"the configuration is another than before, which is kept: {path.stem}.previous.json"
     )
-  partial = path.with_suffix(".partial")
-  partial.write_text(config)
-  partial.replace(path)
+  _write_whole(path, config)
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def _write_whole(path: Path, text: str) -> None:
+  """The file as it was or as it shall be, never a part."""
   partial = path.with_suffix(".partial")
-  partial.write_text(json.dumps(value, indent=2) + "\n")
+  partial.write_text(text)
   partial.replace(path)
 
 

@@ -126,7 +126,7 @@ def train_supervised(
     if latest is None:
       state = make_state(model, plan.optimizer, mesh, directory=directory)
     else:
-      require_same(latest, checkpoint.read_host(latest).run, whose)
+      require_same(latest, whose)
       state, _ = checkpoint.restore(latest, abstract_state(model, plan.optimizer, mesh))
     if config is not None:
       keep_config(workdir, config, progress)

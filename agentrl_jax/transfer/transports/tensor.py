@@ -17,7 +17,24 @@ from agentrl_jax.transfer.wire import bucket_entries
 _CHUNK = 3 << 20  # bytes encoded at a time; a multiple of three
 
 
-class TensorTransport:
+class _InRequests:
+  """What both have in common: buckets wait in ordinary memory and travel in request bodies."""
+
+  align = 16
+
+  def __init__(self, *, bucket_bytes: int = 128 << 20):
+    self.bucket_bytes = bucket_bytes
+
+  def allocate(self, plan: Plan, key: str) -> Mapping[tuple[int, int], np.ndarray]:
+    """Ordinary memory, freed with the staged weights."""
+    del key
+    return allocate(plan)
+
+  def release(self, key: str) -> None:
+    """Nothing outlives the staged weights."""
+
+
+class TensorTransport(_InRequests):
   """Pushes through `/update_weights_from_tensor` in SGLang's `flattened_bucket` format.
 
   Every tensor-parallel rank is sent the whole bucket and slices it.
@@ -27,16 +44,7 @@ class TensorTransport:
   """
 
   name = "tensor"
-  align = 16
   per_rank = False
-
-  def __init__(self, *, bucket_bytes: int = 128 << 20):
-    self.bucket_bytes = bucket_bytes
-
-  def allocate(self, plan: Plan, key: str) -> Mapping[tuple[int, int], np.ndarray]:
-    """Ordinary memory, freed with the staged weights."""
-    del key
-    return allocate(plan)
 
   async def send(self, staged: Staged, peer: Control, ranks: int) -> None:
     """One update session: begin, each bucket, end."""
@@ -46,11 +54,8 @@ class TensorTransport:
         data = staged.buffers[bucket.rank, bucket.index]
         await post(peer, [(payload, data)] * ranks, "flattened_bucket")
 
-  def release(self, key: str) -> None:
-    """Nothing outlives the staged weights."""
 
-
-class DirectTransport:
+class DirectTransport(_InRequests):
   """Pushes each rank's own parameters through `/update_weights_from_tensor`: `direct` format.
 
   Fusing and cutting are done here, where the weights are, and no rank is sent another's.
@@ -60,16 +65,7 @@ class DirectTransport:
   """
 
   name = "direct"
-  align = 16
   per_rank = True
-
-  def __init__(self, *, bucket_bytes: int = 128 << 20):
-    self.bucket_bytes = bucket_bytes
-
-  def allocate(self, plan: Plan, key: str) -> Mapping[tuple[int, int], np.ndarray]:
-    """Ordinary memory, freed with the staged weights."""
-    del key
-    return allocate(plan)
 
   async def send(self, staged: Staged, peer: Control, ranks: int) -> None:
     """One update session: begin, the k-th bucket of every rank at once, end."""
@@ -80,9 +76,6 @@ class DirectTransport:
       for _, buckets in sorted(by_index.items()):
         payloads = [_of_rank(staged, buckets.get(rank)) for rank in range(ranks)]
         await post(peer, payloads, "direct")
-
-  def release(self, key: str) -> None:
-    """Nothing outlives the staged weights."""
 
 
 def _of_rank(staged: Staged, bucket: Bucket | None) -> tuple[Payload, np.ndarray]:
