@@ -25,6 +25,13 @@ def test_each_line_is_there_once(index):
   assert mutant.broken not in (ROOT / mutant.file).read_text() or mutant.broken in mutant.line
 
 
+def test_every_file_of_the_loss_library_has_its_faults():
+  files = {f"agentrl_jax/losses/{path.name}" for path in (ROOT / "agentrl_jax/losses").glob("*.py")}
+  files.remove("agentrl_jax/losses/__init__.py")
+  counts = collections.Counter(mutant.file for mutant in MUTANTS)
+  assert {file: counts[file] for file in files if counts[file] < 5} == {}
+
+
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
   """The files that the tests need, and one compilation cache for all faults."""
