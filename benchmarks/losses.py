@@ -1,43 +1,55 @@
-"""What losses cost: `python benchmarks/losses.py` writes benchmarks/results/losses.json.
+"""What losses cost: `python -m benchmarks.losses` writes benchmarks/results/losses.json.
 
 Each recipe's prepare + loss + gradient with respect to log-probs at 64 trajectories x 4,096 packed
-tokens, against one training step of an 8-layer model of width 256 on the same tokens; and log-probs
-from hidden states at a vocabulary of 151,936, chunked against dense, in time and peak memory.
+tokens, against a gradient of an 8-layer model of width 256 on the same tokens; and log-probs from
+hidden states at a vocabulary of 151,936, chunked against dense, in time and peak memory. All take
+turns, `--rounds` times; reported are medians.
 """
 
 import argparse
 import json
 import pathlib
-import sys
+import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import rich.progress
 
-ROOT = pathlib.Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from agentrl_jax.learner.step import make_prepare
+from agentrl_jax.models import llama
+from agentrl_jax.models.model import initialize
+from agentrl_jax.ops.logprobs import token_logprobs
+from agentrl_jax.types import Aux, PolicyEval, TrajectoryBatch
+from launch.explain import algorithms
 
-from agentrl_jax.learner.step import make_prepare  # noqa: E402
-from agentrl_jax.models import llama  # noqa: E402
-from agentrl_jax.models.model import initialize  # noqa: E402
-from agentrl_jax.ops.logprobs import token_logprobs  # noqa: E402
-from agentrl_jax.types import Aux, PolicyEval, TrajectoryBatch  # noqa: E402
-from launch.explain import algorithms  # noqa: E402
-
-RESULTS = ROOT / "benchmarks" / "results" / "losses.json"
+RESULTS = pathlib.Path(__file__).parent / "results" / "losses.json"
 VOCAB = 151_936
 
+Call = Callable[[], Any]
 
-def timed(function, repeats: int = 3) -> tuple[float, float]:
-  """(wall, CPU) seconds of the fastest of `repeats` calls after a first one that compiles."""
-  jax.block_until_ready(function())
-  best = (float("inf"), float("inf"))
-  for _ in range(repeats):
-    wall, cpu = time.perf_counter(), time.process_time()
-    jax.block_until_ready(function())
-    best = min(best, (time.perf_counter() - wall, time.process_time() - cpu), key=lambda x: x[1])
-  return best
+
+def in_turns(calls: dict[str, Call], rounds: int) -> dict[str, dict[str, float]]:
+  """Median wall and CPU seconds of each call; they take turns, after a round that compiles."""
+  found: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+  with rich.progress.Progress() as progress:
+    bar = progress.add_task("benchmark", total=(rounds + 1) * len(calls))
+    for _ in range(rounds + 1):
+      for name, call in calls.items():
+        progress.update(bar, advance=1, description=name)
+        wall, cpu = time.perf_counter(), time.process_time()
+        jax.block_until_ready(call())
+        found[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+  return {
+    name: {
+      "wall_s": statistics.median(wall for wall, _ in times[1:]),
+      "cpu_s": statistics.median(cpu for _, cpu in times[1:]),
+    }
+    for name, times in found.items()
+  }
 
 
 def packed(trajectories: int, length: int) -> tuple[TrajectoryBatch, Aux, PolicyEval]:
@@ -77,8 +89,8 @@ def packed(trajectories: int, length: int) -> tuple[TrajectoryBatch, Aux, Policy
   return batch, Aux(near(), near(), value), policy
 
 
-def model_step(batch: TrajectoryBatch, rows: int) -> tuple[float, float]:
-  """(wall, CPU) of a gradient through 8 layers of width 256 on `rows` rows, scaled to all."""
+def model_gradient(batch: TrajectoryBatch, rows: int) -> Call:
+  """A gradient through 8 layers of width 256 on the first `rows` rows."""
   model = llama.bind(
     llama.Config(
       vocab_size=4096, embed=256, ffw=768, layers=8, heads=4, kv_heads=4, head_dim=64,
@@ -98,21 +110,21 @@ def model_step(batch: TrajectoryBatch, rows: int) -> tuple[float, float]:
 
     return jax.grad(loss)(weights)
 
-  scale = batch.tokens.shape[0] / rows
-  return tuple(scale * x for x in timed(lambda: gradient(weights), repeats=1))
+  return lambda: gradient(weights)
 
 
-def recipes(batch, aux, policy) -> dict[str, tuple[float, float]]:
-  found = {}
-  for name, algorithm in algorithms(["all"]).items():
+def recipe_calls(batch: TrajectoryBatch, aux: Aux, policy: PolicyEval) -> dict[str, Call]:
+  """Of each recipe: credit and weights, the loss, and its gradient."""
+
+  def call(algorithm) -> Call:
     prepare = make_prepare(algorithm)
-    slope = jax.jit(jax.grad(lambda p, b, a=algorithm: a.loss(p, b)[0]))
-    found[name] = timed(lambda p=prepare, s=slope: s(policy, p(batch, aux)))
-    print(f"{name:24} {found[name][1]:.3f} CPU-s", flush=True)
-  return found
+    slope = jax.jit(jax.grad(lambda p, b: algorithm.loss(p, b)[0]))
+    return lambda: slope(policy, prepare(batch, aux))
+
+  return {name: call(algorithm) for name, algorithm in algorithms(["all"]).items()}
 
 
-def head(tokens: int, width: int) -> dict[str, dict[str, float]]:
+def heads(tokens: int, width: int, rounds: int) -> dict[str, Any]:
   """Time and peak temporary memory of value and gradient, chunked and dense."""
   rng = np.random.default_rng(0)
   hidden = jnp.asarray(rng.normal(0, 1, (1, tokens, width)), jnp.float32)
@@ -129,16 +141,15 @@ def head(tokens: int, width: int) -> dict[str, dict[str, float]]:
     logp, entropy = token_logprobs(hidden, unembedding, ids, everywhere, everywhere == 0)
     return logp.sum() + 0.1 * entropy.sum()
 
-  found, results = {}, {}
-  for name, function in (("dense", dense), ("chunked", chunked)):
-    run = jax.jit(jax.value_and_grad(function, argnums=(0, 1)))
+  runs = {f.__name__: jax.jit(jax.value_and_grad(f, argnums=(0, 1))) for f in (dense, chunked)}
+  calls = {name: lambda run=run: run(hidden, unembedding) for name, run in runs.items()}
+  found: dict[str, Any] = dict(in_turns(calls, rounds))
+  for name, run in runs.items():
     memory = run.lower(hidden, unembedding).compile().memory_analysis().temp_size_in_bytes
-    wall, cpu = timed(lambda r=run: r(hidden, unembedding))
-    found[name] = {"wall_s": wall, "cpu_s": cpu, "temporary_mib": memory / 2**20}
-    results[name] = run(hidden, unembedding)
-  pairs = zip(jax.tree.leaves(results["dense"]), jax.tree.leaves(results["chunked"]), strict=True)
+    found[name]["temporary_mib"] = memory / 2**20
+  leaves = [jax.tree.leaves(call()) for call in calls.values()]
   found["largest_difference"] = max(
-    float(jnp.abs(a - b).max() / jnp.abs(a).max()) for a, b in pairs
+    float(jnp.abs(a - b).max() / jnp.abs(a).max()) for a, b in zip(*leaves, strict=True)
   )
   return found
 
@@ -147,27 +158,35 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--trajectories", type=int, default=64)
   parser.add_argument("--length", type=int, default=4096)
-  parser.add_argument("--model_rows", type=int, default=1, help="rows the model step is timed on")
+  parser.add_argument("--model_rows", type=int, default=2, help="rows the model step is timed on")
   parser.add_argument("--head_tokens", type=int, default=1024)
   parser.add_argument("--head_width", type=int, default=256)
+  parser.add_argument("--rounds", type=int, default=3)
+  parser.add_argument("--smoke", action="store_true", help="small sizes; writes nothing")
   options = parser.parse_args()
+  if options.smoke:
+    options.trajectories, options.length, options.head_tokens, options.rounds = 8, 512, 32, 1
   batch, aux, policy = packed(options.trajectories, options.length)
-  step = model_step(batch, options.model_rows)
-  print(f"model step {step[1]:.1f} CPU-s", flush=True)
-  costs = recipes(batch, aux, policy)
-  share = {name: cpu / step[1] for name, (_, cpu) in costs.items()}
+  calls = {"model": model_gradient(batch, options.model_rows), **recipe_calls(batch, aux, policy)}
+  costs = in_turns(calls, options.rounds)
+  scale = options.trajectories / options.model_rows
+  step = {name: scale * seconds for name, seconds in costs.pop("model").items()}
+  share = {name: cost["cpu_s"] / step["cpu_s"] for name, cost in costs.items()}
   result = {
     "tokens": options.trajectories * options.length,
-    "model_step_cpu_s": step[1],
-    "recipe_cpu_s": {name: cpu for name, (_, cpu) in costs.items()},
-    "recipe_share_of_step": share,
-    "head": head(options.head_tokens, options.head_width),
+    "rounds": options.rounds,
+    "model_step": step,
+    "recipes": costs,
+    "recipe_share_of_step_cpu": share,
+    "head": heads(options.head_tokens, options.head_width, options.rounds),
     "jax": jax.__version__,
     "device": jax.devices()[0].device_kind,
   }
-  RESULTS.parent.mkdir(exist_ok=True)
-  RESULTS.write_text(json.dumps(result, indent=2) + "\n")
-  print(f"largest share {max(share.values()):.4f}; head {json.dumps(result['head'])}")
+  if not options.smoke:
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+  most = max(share, key=lambda name: share[name])
+  print(f"largest share {share[most]:.4f} ({most}); head {json.dumps(result['head'])}")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ class Critic:
 
   head: ValueHead | CategoricalHead
   trunk: Weights = None
+  detached: bool = flax.struct.field(pytree_node=False, default=False)  # its loss moves no policy
 
 
 MakeCritic = Callable[[Model], Critic]  # with `ParamSpec` leaves
@@ -40,6 +41,11 @@ MakeCritic = Callable[[Model], Critic]  # with `ParamSpec` leaves
 def on_policy(model: Model) -> Critic:
   """A head on the policy: cheap, and its loss shapes the policy's features too."""
   return Critic(abstract_value_head(model.config.embed))
+
+
+def detached(model: Model) -> Critic:
+  """A head on the policy that only reads it: value pre-training leaves the policy where it is."""
+  return Critic(abstract_value_head(model.config.embed), detached=True)
 
 
 def of_its_own(model: Model) -> Critic:
@@ -85,6 +91,8 @@ def values(
   if critic.trunk is not None:
     trunk = jax.tree.map(lambda w: w.astype(dtype), critic.trunk)
     hidden = hidden_states(model, trunk, traj, dtype=dtype, remat=remat)
+  if critic.detached:
+    hidden = jax.lax.stop_gradient(hidden)
   if isinstance(critic.head, ValueHead):
     found, logits = previous(value(critic.head, hidden), traj.sample), None
   else:

@@ -99,7 +99,9 @@ def make_state(
       is_leaf=is_spec,
     )
     own = placed.critic.trunk
-    values = Critic(jax.device_put(head, placed.critic.head), None if own is None else trunk(own))
+    values = placed.critic.replace(
+      head=jax.device_put(head, placed.critic.head), trunk=None if own is None else trunk(own)
+    )
   start = jax.jit(
     lambda *both: _fresh(optimizer, *both), donate_argnums=(0, 1), out_shardings=placed
   )

@@ -250,8 +250,8 @@ def opd(*, cap: float = 2.0) -> Algorithm:
 def critic_only(*, gamma: float = 1.0, scale: Scale = TOKEN) -> Algorithm:
   """Value pre-training (VC-PPO, arXiv 2503.01491): Monte-Carlo returns, no policy loss.
 
-  The policy stays only beside a critic of its own model (`learner.critic.of_its_own`): one on the
-  policy's hidden states moves the policy's weights too.
+  The policy stays beside a critic that is `learner.critic.detached` or `of_its_own`; with the
+  default one, whose loss reaches the policy's hidden states, it moves too.
   """
   return Algorithm(gae(scale, gamma=gamma, lam=1.0), mean_over(TOKEN), value_loss(1.0), VALUE)
 

@@ -76,7 +76,7 @@ def load_weights(
   Raises:
     FileNotFoundError: no safetensors files.
     ValueError: a broken file, by its path; tensors missing, left over, or of another shape or
-      stored type than expected, by name.
+      stored type than expected, or with numbers that are not finite, by name.
   """
   files = TensorFiles(directory)
   _check(model, files)
@@ -92,6 +92,7 @@ def load_weights(
     )
     for (spec, rule), placement in zip(pairs(model), placements, strict=True)
   ]
+  _require_finite(model, arrays, files)
   return tree.unflatten(arrays)
 
 
@@ -122,6 +123,16 @@ def save_weights(
     fields = {name: value for name, value in fields.items() if name != "dtype"}
     fields["torch_dtype"] = stored.name
     (partial / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def _require_finite(model: Model, arrays: list[jax.Array], files: TensorFiles) -> None:
+  """Looks where the arrays lie; only an array that is not finite is looked for in the files."""
+  finite = jax.jit(lambda found: [jnp.isfinite(x).all() for x in found])(arrays)
+  for (spec, rule), whole in zip(pairs(model), finite, strict=True):
+    if whole:
+      continue
+    bad = [n for n in names(rule, spec) if not np.isfinite(files.read(n).astype(np.float32)).all()]
+    raise ValueError(f"{files.directory}: {', '.join(bad)}: numbers that are not finite")
 
 
 def names(rule: Rule, spec: ParamSpec) -> tuple[str, ...]:

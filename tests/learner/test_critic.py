@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from agentrl_jax.learner.critic import categorical, of_its_own, on_policy
+from agentrl_jax.learner.critic import categorical, detached, of_its_own, on_policy
 from agentrl_jax.learner.evaluate import make_evaluate
 from agentrl_jax.learner.optim import with_critic
 from agentrl_jax.learner.state import make_state
@@ -51,17 +51,17 @@ def trained(make_critic, algorithm, steps, rate=0.01):
   return first, before, state, errors
 
 
-@pytest.mark.parametrize("make_critic", [on_policy, of_its_own])
+@pytest.mark.parametrize("make_critic", [on_policy, detached, of_its_own])
 def test_a_critic_starts_at_zero_and_learns(make_critic):
   first, before, state, errors = trained(make_critic, critic_only(), 25)
   assert (first.value == 0).all()
-  assert errors[-1] < 0.5 * errors[0]
+  assert errors[-1] < (0.99 if make_critic is detached else 0.5) * errors[0]
   assert state.critic.head.weight.shape == (16,)
   moved = [
     np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (before, state.weights)), strict=True)
   ]
   shared = make_critic is on_policy
-  assert (max(moved) > 1e-3) == shared, "a trunk of its own leaves the policy alone"
+  assert (max(moved) > 1e-3) == shared, "only a head that shapes the policy's states moves it"
 
 
 def test_values_are_of_the_state_before_the_token():

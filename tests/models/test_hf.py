@@ -255,6 +255,10 @@ def test_yarn_attention_factors_by_hand():
       lambda t: t | {"model.norm.weight": np.zeros((9,), np.float32)},
       r"model.norm.weight has shape \(9,\), expected \(8,\)",
     ),
+    (
+      lambda t: t | {(name := "model.layers.1.mlp.down_proj.weight"): t[name] * np.inf},
+      "model: model.layers.1.mlp.down_proj.weight: numbers that are not finite",
+    ),
   ],
 )
 def test_tensors_refused_by_name(saved, change, message):
