@@ -16,6 +16,7 @@ FLAGS = (
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -25,3 +26,25 @@ jax.config.update("jax_debug_nans", True)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["tests.sglang_fixture"]
+
+# Where tests run several at a time, these begin first: a long one at the end would run alone.
+LONGEST = (
+  "tests/transfer/test_sglang", "tests/rollout/test_sglang_server", "tests/launch/",
+  "tests/experiments/", "tests/models/",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  """With `--dist=loadgroup` a file stays on one worker, as do all that share the SGLang server."""
+
+  def group(item: pytest.Item) -> str:
+    shared = "sglang_server" in getattr(item, "fixturenames", ())
+    return "sglang" if shared else item.nodeid.split("::")[0]
+
+  def place(item: pytest.Item) -> int:
+    found = [i for i, prefix in enumerate(LONGEST) if item.nodeid.startswith(prefix)]
+    return min(found, default=len(LONGEST))
+
+  items.sort(key=place)
+  for item in items:
+    item.add_marker(pytest.mark.xdist_group(group(item)))

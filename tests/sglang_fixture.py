@@ -5,6 +5,8 @@ Fixtures: `sglang_python` (the interpreter), `tiny_llama` (its Hugging Face dire
 each test).
 """
 
+import atexit
+import functools
 import json
 import os
 import subprocess
@@ -61,17 +63,27 @@ def transformers_logp(
   python: Path, model: Path, samples: list[tuple[list[int], list[int], float]]
 ) -> list[list[float]]:
   """Log-probs of the sampled ids of each (prompt, sampled, temperature), by transformers."""
-  job = {"model": str(model), "samples": samples}
-  done = subprocess.run(
+  process = _transformers(python)
+  assert process.stdin is not None and process.stdout is not None
+  process.stdin.write(json.dumps({"model": str(model), "samples": samples}) + "\n")
+  process.stdin.flush()
+  answer = process.stdout.readline()
+  assert answer, f"transformers ended with {process.wait(10)}; its errors are among this test's"
+  return json.loads(answer)
+
+
+@functools.cache
+def _transformers(python: Path) -> subprocess.Popen:
+  """One process for all tests, as torch and transformers take seconds to import."""
+  process = subprocess.Popen(
     [str(python), str(REFERENCE / "transformers_logp.py")],
-    input=json.dumps(job),
-    capture_output=True,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
     text=True,
-    timeout=120,
-    check=True,
     env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
   )
-  return json.loads(done.stdout)
+  atexit.register(process.kill)
+  return process
 
 
 def _post(url: str, route: str, body: dict) -> None:

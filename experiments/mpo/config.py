@@ -95,7 +95,7 @@ def base(scale: str, seed: int = 0) -> fdl.Config[Supervised]:
     ),
     algorithm=fdl.Config(recipes.sft),
     optimizer=fdl.Config(optim.adamw, learning_rate=1e-2 if smoke else 3e-3, warmup_steps=20),
-    steps=120 if smoke else 400,
+    steps=40 if smoke else 400,
     episodes_per_step=32,
     row_length=256,
     micro_rows=1,

@@ -3,7 +3,7 @@
 import pytest
 
 from agentrl_jax.orchestrate.evaluate import Record, check_writable, read_records, write_records
-from tests.launch.commands import run
+from tests.launch.commands import run_refused
 
 
 def test_a_path_is_checked_without_a_trace(tmp_path):
@@ -20,16 +20,15 @@ def test_a_path_is_checked_without_a_trace(tmp_path):
     check_writable(path / "more.jsonl")
 
 
-@pytest.mark.parametrize(
-  ("flags", "words"),
-  [
-    (["--output={}"], "{} is a directory, expected a file for the records"),
-    (["--tasks=0"], "--tasks=0: 0 is not a positive integer"),
-    (["--samples=-1"], "--samples=-1: -1 is not a positive integer"),
-  ],
-)
-def test_what_cannot_end_well_is_refused_at_once(tmp_path, flags, words):
-  given = [flag.format(tmp_path) for flag in ["--output={}/records.jsonl", *flags]]
-  code, output = run(["launch.evaluate", "--config=config:tiny_rl", *given])
-  assert code == 1 and words.format(tmp_path) in output
-  assert "Traceback" not in output and list(tmp_path.iterdir()) == []
+def test_what_cannot_end_well_is_refused_at_once(tmp_path):
+  messages = {
+    f"--output={tmp_path}": f"{tmp_path} is a directory, expected a file for the records",
+    "--tasks=0": "--tasks=0: 0 is not a positive integer",
+    "--samples=-1": "--samples=-1: -1 is not a positive integer",
+  }
+  always = ["launch.evaluate", "--config=config:tiny_rl", f"--output={tmp_path}/records.jsonl"]
+  refused = run_refused([[*always, flag] for flag in messages])
+  for (code, output), message in zip(refused, messages.values(), strict=True):
+    assert code == 1 and message in output
+    assert "Traceback" not in output
+  assert list(tmp_path.iterdir()) == []

@@ -130,7 +130,7 @@ def reports_after(scale, q, *, steps=1500, groups=256, members=32, noise=0.01, r
   return np.asarray(path[-steps // 5 :].mean(0))
 
 
-@pytest.mark.parametrize("q", [(0.7, 0.3), (0.6, 0.3, 0.1)])
+@pytest.mark.parametrize("q", [(0.7, 0.3), pytest.param((0.6, 0.3, 0.1), marks=pytest.mark.slow)])
 def test_scaling_by_the_group_moves_the_report_and_centring_does_not(q):
   """Centred, or scaled by one number for all groups, the report is q; divided by the group's own
   standard deviation it moves towards the geometric median of the outcomes.

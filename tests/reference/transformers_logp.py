@@ -1,7 +1,7 @@
 """Log-probs of given tokens by transformers in float32; run as a script by a Python that has it.
 
-Reads JSON from stdin, {model, samples: [[prompt ids, sampled ids, temperature], ...]}; prints JSON,
-one list of log-probs a sample.
+Reads a line of JSON for each job, {model, samples: [[prompt ids, sampled ids, temperature], ...]};
+answers each with one: a list of log-probs a sample.
 """
 
 import json
@@ -11,8 +11,7 @@ import torch
 import transformers
 
 
-def main() -> None:
-  job = json.load(sys.stdin)
+def log_probs(job: dict) -> list[list[float]]:
   model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
   result = []
   for prompt, sampled, temperature in job["samples"]:
@@ -23,8 +22,9 @@ def main() -> None:
       scaled = logits[len(prompt) + k - 1] / temperature
       row.append((scaled[token] - torch.logsumexp(scaled, 0)).item())
     result.append(row)
-  print(json.dumps(result))
+  return result
 
 
 if __name__ == "__main__":
-  main()
+  for line in sys.stdin:
+    print(json.dumps(log_probs(json.loads(line))), flush=True)

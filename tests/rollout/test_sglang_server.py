@@ -375,6 +375,7 @@ def test_killing_the_real_server_ends_its_calls_and_its_children(sglang_server, 
   # The session's server stays down; the fixture restarts it for the next test that asks.
 
 
+@pytest.mark.slow  # the stand-in above says the same in a second
 @pytest.mark.sglang
 def test_no_orphans_of_the_real_server_when_the_parent_is_killed(
   sglang_python, tiny_llama, tmp_path

@@ -76,7 +76,9 @@ def transport(request, tmp_path):
   return TensorTransport(bucket_bytes=1 << 16)
 
 
-@pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}])
+@pytest.mark.parametrize(
+  "mesh", [pytest.param({"fsdp": 8}, marks=pytest.mark.slow), {"fsdp": 4, "tensor": 2}], ids=str
+)
 def test_the_server_then_equals_transformers_on_the_export(
   sglang_server, sglang_python, tiny_llama, tmp_path, transport, mesh
 ):  # W23

@@ -1,0 +1,55 @@
+"""`launch.train` over several processes: two learn as one does, and ends if the others differ."""
+
+import os
+import socket
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from tests.launch.commands import finish, run_refused, start
+from tests.launch.small_runs import STEPS, command, rows, sampled
+
+
+def free_port() -> int:
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    return probe.getsockname()[1]
+
+
+def test_two_processes_train_as_one_does(whole, places, tmp_path):
+  """Two processes with a device each, data parallel: the first plays, both learn."""
+  mesh, one_device = '--config=set:mesh={"data":2}', "--xla_force_host_platform_device_count=1"
+  pod = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--process"]
+  arguments = command(tmp_path / "run", mesh, "--config=set:batch.micro_rows=2", *pod)
+  environment = {**places, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {one_device}"}
+  both = [start([*arguments, str(i)], **environment) for i in range(2)]
+  for process, said in zip(both, (True, False), strict=True):
+    code, output = finish(process)
+    assert code == 0, output[-3000:]
+    assert ("held-out after" in output) is said
+  ours, theirs = rows(tmp_path / "run"), rows(whole[0])
+  assert len(ours) == STEPS
+  for name in ("reward", "loss", "gradient_norm", "update_norm", "mismatch_mean"):
+    np.testing.assert_allclose(ours[0][name], theirs[0][name], rtol=1e-3, atol=1e-6, err_msg=name)
+  assert ours[0]["gradient_norm"] > 0
+  assert sampled(tmp_path / "run")[:16] == sampled(whole[0])[:16]
+  weights = load_file(tmp_path / "run" / "model" / "model.safetensors")
+  for name, theirs in load_file(whole[0] / "model" / "model.safetensors").items():
+    np.testing.assert_allclose(weights[name], theirs, rtol=0, atol=0.1, err_msg=name)
+
+
+def test_without_its_others_a_process_ends(places, tmp_path):
+  mesh, pod = '--config=set:mesh={"data":8}', ["--coordinator", f"127.0.0.1:{free_port()}"]
+  third = ["--processes=2", "--process=2"]
+  commands = [command(tmp_path / "run", *pod), command(tmp_path / "run", *pod, *third)]
+  messages = "needs --processes=N and --process=I", "--process is 2, expected 0 to 1"
+  for (code, output), message in zip(run_refused(commands, **places), messages, strict=True):
+    assert (code, message in output) == (1, True), output[-2000:]
+  both = [
+    start(command(tmp_path / "run", mesh, *pod, "--processes=2", f"--process={i}"), **places)
+    for i in range(2)
+  ]
+  for process in both:
+    code, output = finish(process)
+    assert code == 1
+    assert "mesh covers 8 devices, expected all 16 of the 2 processes" in output, output[-2000:]
