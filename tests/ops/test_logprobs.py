@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from agentrl_jax.analysis.planning import hlo, hlo_cost
+from agentrl_jax.models.sharding import batch_sharding, make_mesh
 from agentrl_jax.ops.logprobs import token_logprobs
 
 ROWS, LENGTH, WIDTH, VOCAB = 3, 37, 8, 64
@@ -204,3 +206,42 @@ def test_sharded_vocabulary_equals_whole(axes):
     x for x in compiled.as_text().splitlines() if re.search(rf" all-gather.*\b{VOCAB}\]", x)
   ]
   assert not gathered, "the vocabulary must stay sharded"
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+@pytest.mark.parametrize(
+  "axes",
+  [{"data": 2, "fsdp": 4}, {"fsdp": 2, "tensor": 2, "expert": 2}, {"fsdp": 2, "context": 4}],
+  ids=str,
+)
+def test_on_a_mesh_the_head_moves_once(axes, chunk):
+  """Values and gradients are those of one device; loop steps send nothing of the head's size."""
+  rows, length, width, vocab = 8, 128, 16, 1024
+  mesh = make_mesh(**axes)
+  args, cot = made(rows=rows, length=length, vocab=vocab, width=width), cotangents(shape=(8, 128))
+
+  def run(spread, hidden, unembedding):
+    both = dict(hidden=hidden, unembedding=unembedding)
+    return weighted(token_logprobs, args | both, cot, chunk=chunk, spread=spread)
+
+  expected = run(None, args["hidden"], args["unembedding"])
+  hidden = NamedSharding(mesh, PartitionSpec(*batch_sharding(mesh).spec, None))
+  head = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
+  jitted = jax.jit(lambda *a: run(batch_sharding(mesh), *a), out_shardings=(None, (hidden, head)))
+  placed = jax.device_put(args["hidden"], hidden), jax.device_put(args["unembedding"], head)
+  compiled = jitted.lower(*placed).compile()
+  value, gradients = compiled(*placed)
+  np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+  for ours, theirs in zip(gradients, expected[1], strict=True):
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+  program = hlo.parse(compiled.as_text())
+
+  def sent(steps):
+    cost = hlo_cost.count(program, dict(mesh.shape), trips=lambda _: steps)
+    return sum(found.nbytes for found in cost.collectives)
+
+  share = 1 - 1 / mesh.shape["fsdp"]
+  assert sent(1) > width * vocab * 4 / mesh.shape["tensor"] * share  # it is gathered
+  if chunk is not None:  # in 8 steps, none of which sends a part of it
+    assert sent(2) - sent(1) < width * vocab * 4 / 8
