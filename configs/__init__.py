@@ -1,7 +1,7 @@
 """Configurations: functions that return `fdl.Config[Experiment]`, and fiddlers that change one."""
 
 from configs.algorithms import use_algorithm
-from configs.engines import use_embedded, use_sglang
+from configs.engines import use_embedded, use_fp8, use_sglang, use_transport
 from configs.gsm8k import gsm8k
 from configs.pods.qwen3 import qwen3_4b_h200_8, qwen3_4b_v5e_16
 from configs.quickstart import quickstart
@@ -16,5 +16,7 @@ __all__ = [
   "tiny_sft",
   "use_algorithm",
   "use_embedded",
+  "use_fp8",
   "use_sglang",
+  "use_transport",
 ]

@@ -1,9 +1,24 @@
-"""Fiddlers that change where rollouts come from: `--config=fiddler:use_sglang`."""
+"""Fiddlers that change where rollouts come from, and how weights get there:
+`--config=fiddler:use_sglang --transport=disk`.
+"""
+
+from collections.abc import Callable, Mapping
 
 import fiddle as fdl
 
 from agentrl_jax.orchestrate import engines
 from agentrl_jax.orchestrate.experiment import Experiment
+from agentrl_jax.transfer.quantize import OCP
+from agentrl_jax.transfer.transports import auto
+from agentrl_jax.transfer.transports.disk import DiskTransport
+from agentrl_jax.transfer.transports.tensor import DirectTransport, TensorTransport
+
+TRANSPORTS: Mapping[str, Callable[[], fdl.Config[auto.Choose]]] = {
+  "auto": lambda: fdl.Config(auto.fastest),
+  "disk": lambda: fdl.Config(auto.only, make=DiskTransport),
+  "bucket": lambda: fdl.Config(auto.only, make=TensorTransport),
+  "direct": lambda: fdl.Config(auto.only, make=DirectTransport),
+}
 
 
 def use_sglang(config: fdl.Config[Experiment]) -> None:
@@ -14,3 +29,29 @@ def use_sglang(config: fdl.Config[Experiment]) -> None:
 def use_embedded(config: fdl.Config[Experiment]) -> None:
   """Rollouts from the JAX sampler in the trainer's process."""
   config.engine = fdl.Config(engines.embedded)
+
+
+def use_transport(config: fdl.Config[Experiment], name: str) -> None:
+  """Weights go to the SGLang server by one of `TRANSPORTS`.
+
+  Raises ValueError for another name, or where the engine is no SGLang server.
+  """
+  if name not in TRANSPORTS:
+    raise ValueError(f"no transport {name!r}; there are {', '.join(TRANSPORTS)}")
+  _sglang(config, "a transport").transport = TRANSPORTS[name]()
+
+
+def use_fp8(config: fdl.Config[Experiment]) -> None:
+  """The SGLang server computes in bfloat16 with matrices in FP8, and weights are sent so.
+
+  Raises ValueError where the engine is no SGLang server.
+  """
+  engine = _sglang(config, "FP8")
+  engine.quantization, engine.dtype = OCP, "bfloat16"
+
+
+def _sglang(config: fdl.Config[Experiment], what: str) -> fdl.Config[engines.OpenEngine]:
+  engine = config.engine
+  if not isinstance(engine, fdl.Config) or fdl.get_callable(engine) is not engines.sglang:
+    raise ValueError(f"{what} is for a SGLang server, the engine is {engine}: use_sglang before it")
+  return engine

@@ -9,6 +9,7 @@ from fiddle import absl_flags
 from fiddle.experimental import serialization
 
 import configs
+from configs.engines import TRANSPORTS, use_transport
 from launch import command
 
 T = TypeVar("T")
@@ -34,6 +35,28 @@ def define_config() -> flags.FlagHolder:
 def define_workdir() -> flags.FlagHolder[str | None]:
   """`--workdir=DIR`."""
   return flags.DEFINE_string("workdir", None, "The run's directory; made if absent.")
+
+
+def define_transport() -> flags.FlagHolder[str | None]:
+  """`--transport=NAME`."""
+  return flags.DEFINE_enum(
+    "transport",
+    None,
+    list(TRANSPORTS),
+    "How weights get to a SGLang server, instead of the configuration's way; auto takes the best "
+    "that works and says why a better one does not.",
+  )
+
+
+def with_transport(
+  flag: flags.FlagHolder, transport: flags.FlagHolder[str | None]
+) -> flags.FlagHolder:
+  """The configuration, changed by `--transport` where that is given. Raises ValueError if the
+  engine takes none.
+  """
+  if flag.value is not None and transport.value is not None:
+    use_transport(flag.value, transport.value)
+  return flag
 
 
 def built(flag: flags.FlagHolder, kind: type[T]) -> T:

@@ -23,6 +23,7 @@ from agentrl_jax.orchestrate.play import make_play
 from launch import command, configuration
 
 CONFIG = configuration.define_config()
+TRANSPORT = configuration.define_transport()
 MODEL = flags.DEFINE_string("model", None, "Hugging Face directory; default: the configuration's.")
 OUTPUT = flags.DEFINE_string("output", None, "Where the records go, as jsonl.")
 TASKS = flags.DEFINE_integer(
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     raise ValueError("--output is missing: give the file that the records go to")
   output = Path(OUTPUT.value)
   check_writable(output)
-  experiment = configuration.built(CONFIG, Experiment)
+  experiment = configuration.built(configuration.with_transport(CONFIG, TRANSPORT), Experiment)
   changes = {"model": MODEL.value, "temperature": TEMPERATURE.value}
   changes = {name: value for name, value in changes.items() if value is not None}
   command.run_async(_evaluate(dataclasses.replace(experiment, **changes), output))
@@ -57,7 +58,9 @@ async def _evaluate(experiment: Experiment, output: Path) -> None:
   with Progressing() as progress, tempfile.TemporaryDirectory() as scratch:
     context = experiment.limits.context_tokens
     host = await experiment.engine(
-      EngineContext(model, weights, 0, directory, Path(scratch), context, experiment.seed)
+      EngineContext(
+        model, weights, 0, directory, Path(scratch), context, experiment.seed, progress.say
+      )
     )
     try:
       plan, held_out = experiment.evaluation, experiment.tasks.held_out

@@ -2,9 +2,9 @@
 
 The same command on the same work directory goes on where the run was. Change anything of the
 configuration with `--config=set:algorithm.high=0.3`, apply a function of `configs/` with
-`--config=fiddler:use_sglang`, and run your own with `--config=config:my_module.my_function`. On
-several hosts start it on each, with `--coordinator` (see `launch.processes`) and a work directory
-that all of them see.
+`--config=fiddler:use_sglang` (`--transport` then says how weights get to that server), and run your
+own with `--config=config:my_module.my_function`. On several hosts start it on each, with
+`--coordinator` (see `launch.processes`) and a work directory that all of them see.
 """
 
 import shutil
@@ -22,6 +22,7 @@ from launch import command, configuration, processes
 
 CONFIG = configuration.define_config()
 WORKDIR = configuration.define_workdir()
+TRANSPORT = configuration.define_transport()
 flags.adopt_module_key_flags(processes)
 
 
@@ -29,10 +30,11 @@ def main(arguments: Sequence[str]) -> int:
   del arguments
   with processes.joined():
     leads = hosts.leads()
-    experiment = configuration.built(CONFIG, Experiment)
+    config = configuration.with_transport(CONFIG, TRANSPORT)
+    experiment = configuration.built(config, Experiment)
     workdir = configuration.opened(WORKDIR)
     with Progressing(None if leads else Console(quiet=True)) as progress:
-      command.run_async(train(experiment, workdir, progress, configuration.as_json(CONFIG)))
+      command.run_async(train(experiment, workdir, progress, configuration.as_json(config)))
   if leads:
     print(report_run(workdir, width=shutil.get_terminal_size().columns))
   return 0

@@ -3,13 +3,17 @@ to life.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
+import json
+import math
 import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 
 from agentrl_jax.models.model import Model
@@ -19,9 +23,9 @@ from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer
 from agentrl_jax.sampler.engine import EmbeddedEngine
 from agentrl_jax.transfer.embedded import embedded_publisher
 from agentrl_jax.transfer.push import sglang_publisher
+from agentrl_jax.transfer.quantize import OCP, Quantization
 from agentrl_jax.transfer.report import Publisher, PushError, PushReport, State
-from agentrl_jax.transfer.transports import Transport
-from agentrl_jax.transfer.transports.disk import DiskTransport
+from agentrl_jax.transfer.transports.auto import Choose, Servers, fastest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +39,7 @@ class EngineContext:
   workdir: Path
   context_tokens: int
   seed: int
+  say: Callable[[str], None] = print  # one line to a person
 
 
 class Host(Protocol):
@@ -93,7 +98,8 @@ def sglang(
   dtype: str = "float32",
   tensor_parallel: int = 1,
   port: int = 0,
-  transport: Callable[[], Transport] = DiskTransport,
+  transport: Choose | None = None,
+  quantization: Quantization | None = None,
   start_seconds: float = 300.0,
   call_seconds: float = 300.0,
   push_seconds: float = 120.0,
@@ -105,44 +111,59 @@ def sglang(
     dtype: what it computes in.
     tensor_parallel: devices (on CPU: cores) it is cut over.
     port: 0 takes a free one.
-    transport: makes the way in which weights move: `DiskTransport` (safetensors on shared memory)
-      or `TensorTransport` (buckets in the request).
+    transport: chooses the way in which weights move, and what it took is said at the start; None:
+      `transports.auto.fastest()`.
+    quantization: `OCP` serves the matrices as FP8 and sends them so. The server then starts without
+      weights and gets all of them by its first push; `dtype` must be bfloat16.
     start_seconds: deadline until it answers.
     call_seconds: deadline of one turn.
     push_seconds: deadline of each phase of a push.
   """
 
+  if quantization not in (None, OCP):
+    raise ValueError(f"quantization is {quantization}, expected none or {OCP}")
+  if quantization is not None and dtype != "bfloat16":
+    raise ValueError(f"dtype is {dtype!r}, a server of FP8 weights computes in bfloat16")
+
   async def open_engine(context: EngineContext) -> Host:
+    directory, extra = context.directory, ()
+    if quantization is not None:
+      directory = _fp8_model(context.directory, context.workdir / "served-fp8")
+      extra = ("--load-format", "dummy")
     server = SGLangServer(
       ServerOptions(
-        context.directory,
+        directory,
         dtype=dtype,
         tensor_parallel=tensor_parallel,
         port=port,
         context_length=context.context_tokens,
         start_seconds=start_seconds,
         log=context.workdir / "sglang.log",
+        extra=extra,
       )
     )
-    try:
+    async with contextlib.AsyncExitStack() as opened:
+      opened.push_async_callback(asyncio.to_thread, server.close)
       await asyncio.to_thread(server.start)
       vocab_size = context.model.config.vocab_size
       engine = SGLangEngine(server.url, vocab_size, server=server, call_seconds=call_seconds)
-      tolerance = 1e-3 if dtype == "float32" else 0.1
-      await engine.probe(tolerance=tolerance)
+      servers = Servers([server.url], _nbytes(context.weights, dtype), tensor_parallel)
+      choice = (transport or fastest())(servers)
+      context.say(str(choice))
       publisher = sglang_publisher(
         context.model,
-        [server.url],
-        transport=transport(),
+        servers.urls,
+        transport=choice.transport,
         run_id=_run_id(context.workdir),
         deadline=push_seconds,
+        quantization=quantization,
       )
-      host = _SGLang(server, engine, publisher)
-      if context.version:
+      opened.push_async_callback(publisher.close)
+      host = _SGLang(server, engine, publisher, started_empty=quantization is not None)
+      if context.version or host.started_empty:
         await host.serve(context.weights, context.version)
-    except BaseException:
-      await asyncio.to_thread(server.close)
-      raise
+      await engine.probe(tolerance=1e-3 if dtype == "float32" else 0.1)
+      opened.pop_all()
     return host
 
   return open_engine
@@ -169,6 +190,7 @@ class _SGLang:
   server: SGLangServer
   engine: SGLangEngine
   publisher: Publisher
+  started_empty: bool  # the server has no weights until the first push
 
   async def serve(self, weights: Any, version: int) -> None:
     require_committed(await self.publisher.publish(weights, version))
@@ -176,7 +198,7 @@ class _SGLang:
   async def revive(self, weights: Any, version: int) -> None:
     await asyncio.to_thread(self.server.restart)
     await self.publisher.recover()
-    if version:
+    if version or self.started_empty:
       await self.serve(weights, version)
 
   async def flush(self) -> None:
@@ -193,6 +215,20 @@ def _run_id(workdir: Path) -> str:
   path = workdir.resolve()
   digest = hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()
   return re.sub(r"[^\w.-]", "_", f"{path.name}-{digest}")
+
+
+def _nbytes(weights: Any, dtype: str) -> int:
+  """Of a weight tree in `dtype`."""
+  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights)) * jnp.dtype(dtype).itemsize
+
+
+def _fp8_model(source: Path, directory: Path) -> Path:
+  """A model directory without weights that has a server hold `source` as `OCP` would send it."""
+  config = json.loads((source / "config.json").read_text())
+  how = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": OCP.block}
+  directory.mkdir(parents=True, exist_ok=True)
+  (directory / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
+  return directory
 
 
 def require_committed(report: PushReport) -> PushReport:

@@ -159,7 +159,7 @@ async def open_run(
     saver = checkpoint.Saver(workdir / "checkpoints", keep=experiment.keep_checkpoints)
     stack.callback(saver.close)
     served = hosts.gathered(state.weights)
-    opening = _stage(experiment, workdir, model, served, step)
+    opening = _stage(experiment, workdir, model, served, step, progress)
     yield Run(
       experiment=experiment,
       workdir=workdir,
@@ -182,7 +182,12 @@ async def open_run(
 
 @contextlib.asynccontextmanager
 async def _stage(
-  experiment: Experiment, workdir: Path, model: Model, served: Any, step: int
+  experiment: Experiment,
+  workdir: Path,
+  model: Model,
+  served: Any,
+  step: int,
+  progress: Progressing,
 ) -> AsyncIterator[Stage]:
   directory = Path(experiment.model)
   about = {"model_directory": str(directory.resolve())}
@@ -191,7 +196,7 @@ async def _stage(
   context = experiment.limits.context_tokens
   with contextlib.closing(metrics):
     host = await experiment.engine(
-      EngineContext(model, served, step, directory, workdir, context, experiment.seed)
+      EngineContext(model, served, step, directory, workdir, context, experiment.seed, progress.say)
     )
     try:
       yield Stage(make_play(experiment, host.engine), host, metrics)

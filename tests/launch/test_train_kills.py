@@ -54,7 +54,7 @@ def test_kill_9_of_the_server_costs_no_step(places, sglang_python, tmp_path):
   """The run restarts it, goes on, and at its end leaves no process behind."""
   workdir, model = tmp_path / "run", places["AGENTRL_TEST_MODEL"]
   environment = places | {"AGENTRL_SGLANG_PYTHON": str(sglang_python)}
-  more = ["--config=fiddler:use_sglang", "--config=set:steps=2"]
+  more = ["--config=fiddler:use_sglang", "--transport=auto", "--config=set:steps=2"]
   process = start(command(workdir, *more), **environment)
   try:
     wait_for_steps(process, workdir, 1)
@@ -66,6 +66,7 @@ def test_kill_9_of_the_server_costs_no_step(places, sglang_python, tmp_path):
   assert code == 0, output[-3000:]
   assert "Traceback" not in output
   assert "engine restarted in" in output
+  assert "\ntransport disk\n" in output  # the best there is, so nothing was passed over
   assert [row["step"] for row in rows(workdir)] == [0, 1]
   assert all(row["faults"] == 0 and row["mismatch_max"] <= 1e-4 for row in rows(workdir))
   assert len(episodes(workdir)) == 2 * 16

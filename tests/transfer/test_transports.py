@@ -21,7 +21,7 @@ from agentrl_jax.transfer.layout import assembly
 from agentrl_jax.transfer.plan import plan, whole, with_dtypes
 from agentrl_jax.transfer.quantize import OCP
 from agentrl_jax.transfer.stage import Staged, source_layout, stage
-from agentrl_jax.transfer.transports.auto import choose
+from agentrl_jax.transfer.transports.auto import Servers, fastest
 from agentrl_jax.transfer.transports.disk import DiskTransport
 from agentrl_jax.transfer.transports.pickled import flattened_bucket
 from agentrl_jax.transfer.transports.tensor import DirectTransport, TensorTransport, _Body
@@ -213,17 +213,17 @@ def test_a_bucket_that_would_kill_the_server_is_not_sent():
 
 def test_auto_takes_the_fastest_that_works_and_says_why(tmp_path):
   here, away = "http://127.0.0.1:1", "http://192.0.2.7:1"  # TEST-NET-1, RFC 5737
-  disk = choose([here, "http://[::1]:2"], 1000, root=tmp_path / "new")
+  choose = fastest(tmp_path / "new")
+  disk = choose(Servers([here, "http://[::1]:2"], 1000))
   assert (disk.transport.name, str(disk)) == ("disk", "transport disk")
   assert not (tmp_path / "new").exists()
-  one = choose([here, away], 1000, root=tmp_path)
-  assert str(one) == (
-    f"transport tensor; disk needs servers on this machine, {away} is not; "
-    "direct gains nothing over tensor with one rank"
+  assert str(choose(Servers([here, away], 1000))) == (
+    f"transport bucket; disk needs servers on this machine, {away} is not; "
+    "direct gains nothing over bucket with one rank"
   )
-  many = choose([away], 1000, ranks=8, root=tmp_path)
+  many = choose(Servers([away], 1000, ranks=8))
   assert (many.transport.name, len(many.passed_over)) == ("direct", 1)
-  full = choose([here], 1 << 60, ranks=2, root=tmp_path)
+  full = choose(Servers([here], 1 << 60, ranks=2))
   assert full.transport.name == "direct"
   assert f"{tmp_path} has" in full.passed_over[0]
   assert "a push needs 1152921504607 MB" in full.passed_over[0]

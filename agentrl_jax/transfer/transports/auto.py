@@ -3,7 +3,7 @@
 import ipaddress
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -11,6 +11,20 @@ from urllib.parse import urlsplit
 from agentrl_jax.transfer.transports import Transport
 from agentrl_jax.transfer.transports.disk import DiskTransport
 from agentrl_jax.transfer.transports.tensor import DirectTransport, TensorTransport
+
+
+class Servers(NamedTuple):
+  """What a choice depends on.
+
+  Args:
+    urls: one for each replica.
+    nbytes: of one push.
+    ranks: tensor-parallel ranks of a server.
+  """
+
+  urls: Sequence[str]
+  nbytes: int
+  ranks: int = 1
 
 
 class Choice(NamedTuple):
@@ -23,32 +37,37 @@ class Choice(NamedTuple):
     return "; ".join([f"transport {self.transport.name}", *self.passed_over])
 
 
-def choose(
-  urls: Sequence[str],
-  nbytes: int,
-  *,
-  ranks: int = 1,
-  root: str | os.PathLike[str] = "/dev/shm/agentrl",
-) -> Choice:
+Choose = Callable[[Servers], Choice]
+
+
+def only(make: Callable[[], Transport]) -> Choose:
+  """The transport that `make` makes, for any servers."""
+  return lambda servers: Choice(make(), ())
+
+
+def fastest(root: str | os.PathLike[str] = "/dev/shm/agentrl") -> Choose:
   """From fast to slow: files in shared memory, each rank's own parameters, whole buckets.
 
+  With one rank `direct` moves what `bucket` does and only costs more here, so it is passed over.
+
   Args:
-    urls: of the servers.
-    nbytes: of one push.
-    ranks: of a server. With one, `direct` moves what `tensor` does and only costs more here.
     root: where `disk` would put its files.
   """
-  passed = []
-  if away := [url for url in urls if not _here(url)]:
-    passed.append(f"disk needs servers on this machine, {away[0]} is not")
-  elif reason := _unfit(Path(root), nbytes):
-    passed.append(f"disk: {reason}")
-  else:
-    return Choice(DiskTransport(root), ())
-  if ranks > 1:
-    return Choice(DirectTransport(), tuple(passed))
-  passed.append("direct gains nothing over tensor with one rank")
-  return Choice(TensorTransport(), tuple(passed))
+
+  def choose(servers: Servers) -> Choice:
+    passed = []
+    if away := [url for url in servers.urls if not _here(url)]:
+      passed.append(f"disk needs servers on this machine, {away[0]} is not")
+    elif reason := _unfit(Path(root), servers.nbytes):
+      passed.append(f"disk: {reason}")
+    else:
+      return Choice(DiskTransport(root), ())
+    if servers.ranks > 1:
+      return Choice(DirectTransport(), tuple(passed))
+    passed.append("direct gains nothing over bucket with one rank")
+    return Choice(TensorTransport(), tuple(passed))
+
+  return choose
 
 
 def _here(url: str) -> bool:

@@ -43,7 +43,7 @@ class TensorTransport(_InRequests):
     bucket_bytes: most bytes of a request before base64, unless one tensor is larger.
   """
 
-  name = "tensor"
+  name = "bucket"
   per_rank = False
 
   async def send(self, staged: Staged, peer: Control, ranks: int) -> None:
