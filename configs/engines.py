@@ -17,6 +17,7 @@ TRANSPORTS: Mapping[str, Callable[[], fdl.Config[auto.Choose]]] = {
   "auto": lambda: fdl.Config(auto.fastest),
   "disk": lambda: fdl.Config(auto.only, make=DiskTransport),
   "bucket": lambda: fdl.Config(auto.only, make=TensorTransport),
+  "tcp": lambda: fdl.Config(auto.tcp),
   "direct": lambda: fdl.Config(auto.only, make=DirectTransport),
 }
 

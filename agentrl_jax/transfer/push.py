@@ -1,9 +1,10 @@
 """The round that brings SGLang servers from one weight version to the next, as one transaction.
 
-prepare → stage → pause → send → verify → flush → version → continue. Weights are packed before
-generation pauses, so a server is idle only while it is written. A server writes in place: one that
-fails after its first byte stays paused (FENCED) and never answers with doubtful weights. No server
-is told the new version before its caches of the old one are gone.
+prepare → stage → deliver → pause → send → verify → flush → version → continue. Weights are packed,
+and by some transports delivered, before generation pauses, so a server is idle only while it is
+written. A server writes in place: one that fails after its first byte stays paused (FENCED) and
+never answers with doubtful weights. No server is told the new version before its caches of the old
+one are gone.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ from agentrl_jax.transfer.quantize import check as check_quantization
 from agentrl_jax.transfer.report import PushError, PushReport, State
 from agentrl_jax.transfer.round import Peer, Round, differences, twice
 from agentrl_jax.transfer.stage import Staged, source_layout, stage
-from agentrl_jax.transfer.transports import Transport
+from agentrl_jax.transfer.transports import Delivers, Transport
 
 
 def sglang_publisher(
@@ -141,6 +142,7 @@ class SGLangPublisher:
     """See `Publisher.close`."""
     for key in list(self._held_staging):
       self._release(key)
+    self.transport.close()
     await self._client.aclose()
 
   async def _round(self, round: Round, weights: Any) -> None:
@@ -154,6 +156,10 @@ class SGLangPublisher:
       return
     self._held_staging[round.key] = staged
     writing = [peer for peer in round.live if peer not in holding]
+    if isinstance(transport := self.transport, Delivers):
+      with clock.phase("deliver", chosen.nbytes * len(writing)):
+        await self._each(round, writing, lambda r, p: self._deliver(r, p, transport, staged))
+      writing = [peer for peer in writing if peer in round.live]
     with clock.phase("pause"):
       await self._each(round, writing, self._pause)
     expected = asyncio.create_task(self._expected(staged, round))
@@ -263,6 +269,13 @@ class SGLangPublisher:
     act: Callable[[Round, Peer], Awaitable[None]],
   ) -> None:
     await asyncio.gather(*(act(round, peer) for peer in peers if peer in round.live))
+
+  async def _deliver(self, round: Round, peer: Peer, transport: Delivers, staged: Staged) -> None:
+    try:
+      await transport.deliver(staged, peer.control, round.version)
+    except CallError as error:
+      round.untouched.add(peer)
+      round.leave(peer, State.ABORTED, error)
 
   async def _pause(self, round: Round, peer: Peer) -> None:
     round.paused_at[peer] = time.perf_counter()
@@ -375,15 +388,18 @@ class SGLangPublisher:
       round.resumed(peer)
 
   async def _settle_untouched(self, round: Round) -> None:
-    """Servers that never got a byte: beside a commit they stay paused, else they go on with the
+    """Servers that were never written to: beside a commit they are paused, else they go on with the
     old.
     """
     for peer in round.untouched:
       try:
         if round.live:
+          if peer not in round.paused_at:
+            await peer.control.pause(self.pause_mode)
           raise CallError("refused", f"{peer.control.url} missed version {round.version}")
-        await twice(peer.control.resume)
-        round.resumed(peer)
+        if peer in round.paused_at:
+          await twice(peer.control.resume)
+          round.resumed(peer)
       except CallError as error:
         round.ended[peer] = State.FENCED
         round.reasons.append(str(error))

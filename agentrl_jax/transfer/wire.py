@@ -6,13 +6,15 @@ made.
              | crc32 of the fields before it and of the metadata u32 | 0 u32        (little endian)
 
 Nothing received is trusted: sizes are bounded before they are used, every tensor's bounds and hash
-are checked, and an object is never deserialised.
+are checked, and an object is never deserialised. Every frame but DONE is answered by DONE, or by
+ABORT with a reason.
 """
 
 import enum
 import itertools
 import json
 import math
+import re
 import struct
 import sys
 import zlib
@@ -28,6 +30,7 @@ from agentrl_jax.transfer.stage import NUMPY_DTYPES, Staged, fingerprint_of, ten
 ALIGN = 16
 MAX_METADATA_BYTES = 16 << 20
 _HEADER = struct.Struct("<4sIQQQQII")
+HEADER_BYTES = _HEADER.size
 _MAGIC = b"AWT1"
 _KEYS = frozenset(("name", "part", "dtype", "shape", "dst_index", "offset", "nbytes", "hash"))
 
@@ -45,6 +48,9 @@ class Command(enum.IntEnum):
   BUCKET = 1
   END = 2
   ABORT = 3
+  BEGIN = 4  # a round's first frame
+  JOIN = 5  # the first frame of a further connection
+  DONE = 6  # the answer to any of them
 
 
 class Entry(NamedTuple):
@@ -69,6 +75,14 @@ class End(NamedTuple):
   fingerprint: str
 
 
+class Begin(NamedTuple):
+  """What a round will send: each tensor's name, shape and dtype."""
+
+  token: str  # that both ends were given
+  key: str  # of the round, a file name
+  tensors: tuple[tuple[str, tuple[int, ...], str], ...]
+
+
 class Frame(NamedTuple):
   """A checked frame. `tensors` follow `entries` and are views of the frame's bytes."""
 
@@ -78,7 +92,10 @@ class Frame(NamedTuple):
   entries: tuple[Entry, ...] = ()
   tensors: tuple[np.ndarray, ...] = ()
   end: End | None = None
+  begin: Begin | None = None
   reason: str = ""
+  token: str = ""  # of BEGIN and JOIN
+  path: str = ""  # of DONE after END: where the server finds the files
 
 
 def bucket_entries(staged: Staged, bucket: Bucket) -> tuple[Entry, ...]:
@@ -109,6 +126,36 @@ def encode_abort(round: int, version: int, reason: str) -> bytes:
   return _encode(Command.ABORT, round, version, {"reason": reason}, 0)
 
 
+def encode_begin(round: int, version: int, begin: Begin) -> bytes:
+  """The frame that opens a round on its first connection."""
+  return _encode(Command.BEGIN, round, version, begin._asdict(), 0)
+
+
+def encode_join(round: int, version: int, token: str) -> bytes:
+  """The frame that opens a further connection of a round."""
+  return _encode(Command.JOIN, round, version, {"token": token}, 0)
+
+
+def encode_done(round: int, version: int, path: str = "") -> bytes:
+  """The answer to a frame that was taken."""
+  return _encode(Command.DONE, round, version, {"path": path}, 0)
+
+
+def frame_size(head: bytes | memoryview, *, max_payload_bytes: int) -> int:
+  """Bytes of the whole frame that starts with these `HEADER_BYTES`.
+
+  Raises:
+    WireError: it is no header, or says more than may be sent.
+  """
+  magic, _, _, _, size, payload, _, zero = _HEADER.unpack_from(head)
+  if magic != _MAGIC or zero:
+    raise WireError(f"frame starts with {magic!r}, expected {_MAGIC!r}")
+  if size > MAX_METADATA_BYTES or payload > max_payload_bytes:
+    raise WireError(f"{size} bytes of metadata and {payload} of payload, at most "
+                    f"{MAX_METADATA_BYTES} and {max_payload_bytes}")  # fmt: skip
+  return _payload_start(size) + payload
+
+
 def decode(frame: bytes | memoryview, *, max_payload_bytes: int) -> Frame:
   """Checks one whole frame and gives views into it.
 
@@ -129,6 +176,15 @@ def decode(frame: bytes | memoryview, *, max_payload_bytes: int) -> Frame:
         _size(fields[name], name)
       _hex(fields["fingerprint"], "fingerprint")
       return Frame(command, round, version, end=End(**fields))
+    case Command.BEGIN:
+      begin = _begin(metadata)
+      return Frame(command, round, version, begin=begin, token=begin.token)
+    case Command.JOIN:
+      token = _text(_fields(metadata, frozenset({"token"}))["token"], "token")
+      return Frame(command, round, version, token=token)
+    case Command.DONE:
+      path = _fields(metadata, frozenset({"path"}))["path"]
+      return Frame(command, round, version, path=path and _text(path, "path"))
   reason = _fields(metadata, frozenset({"reason"}))["reason"]
   return Frame(command, round, version, reason=_text(reason, "reason"))
 
@@ -162,30 +218,21 @@ def check_entries(entries: Sequence[Entry], payload_bytes: int, *, align: int = 
       raise WireError(f"{after.name} overlaps {before.name} at byte {after.offset}")
 
 
-class Receiver:
-  """Collects one round's frames: each part of each expected tensor once, nothing else, then END.
+class Ledger:
+  """Checks one round's frames: each part of each expected tensor once, nothing else, then END.
 
   Args:
     expected: shape and dtype by name.
   """
 
-  def __init__(
-    self,
-    round: int,
-    version: int,
-    expected: Mapping[str, tuple[tuple[int, ...], str]],
-    *,
-    max_payload_bytes: int,
-  ):
+  def __init__(self, round: int, version: int, expected: Mapping[str, tuple[tuple[int, ...], str]]):
     self.round, self.version, self.expected = round, version, dict(expected)
-    self.max_payload_bytes = max_payload_bytes
-    self.parts: dict[str, dict[int, tuple[Entry, np.ndarray]]] = {}
+    self.parts: dict[str, dict[int, Entry]] = {}
     self.buckets = self.nbytes = 0
     self.done = False
 
-  def take(self, data: bytes | memoryview) -> Frame:
-    """Accepts one frame, or raises WireError and changes nothing."""
-    frame = decode(data, max_payload_bytes=self.max_payload_bytes)
+  def accept(self, frame: Frame) -> None:
+    """Takes note of one frame, or raises WireError and changes nothing."""
     if (frame.round, frame.version) != (self.round, self.version):
       raise WireError(
         f"frame of round {frame.round} version {frame.version}, "
@@ -193,28 +240,21 @@ class Receiver:
       )
     if self.done:
       raise WireError(f"a frame after the end of round {self.round}")
-    if frame.command is Command.ABORT:
-      self.done, self.parts = True, {}
-    elif frame.end is not None:
-      self._check_end(frame.end)
-      self.done = True
-    else:
-      self._check_bucket(frame)
-      for entry, tensor in zip(frame.entries, frame.tensors, strict=True):
-        self.parts.setdefault(entry.name, {})[entry.part[0]] = (entry, tensor)
-      self.buckets += 1
-      self.nbytes += sum(entry.nbytes for entry in frame.entries)
-    return frame
-
-  def tensors(self) -> dict[str, np.ndarray]:
-    """Every tensor, whole, after END. A tensor of one part is a view of its frame."""
-    if not self.done or not self.parts:
-      raise WireError(f"round {self.round} has not ended")
-    out = {}
-    for name, parts in self.parts.items():
-      arrays = [parts[k][1] for k in sorted(parts)]
-      out[name] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-    return out
+    match frame.command:
+      case Command.ABORT:
+        self.done, self.parts = True, {}
+      case Command.END:
+        assert frame.end is not None
+        self._check_end(frame.end)
+        self.done = True
+      case Command.BUCKET:
+        self._check_bucket(frame)
+        for entry in frame.entries:
+          self.parts.setdefault(entry.name, {})[entry.part[0]] = entry
+        self.buckets += 1
+        self.nbytes += sum(entry.nbytes for entry in frame.entries)
+      case other:
+        raise WireError(f"{other.name} inside round {self.round}")
 
   def _check_bucket(self, frame: Frame) -> None:
     for entry in frame.entries:
@@ -235,7 +275,7 @@ class Receiver:
       raise WireError(f"{missing[0]} was not received ({len(missing)} missing)")
     rows = []
     for name, parts in self.parts.items():
-      entries = [parts[k][0] for k in sorted(parts)]
+      entries = [parts[k] for k in sorted(parts)]
       at = 0
       for entry in entries:
         first = entry.dst_index[0] if entry.dst_index else (0, 1)
@@ -253,28 +293,64 @@ class Receiver:
       raise WireError(f"received {got}, the sender says {end}")
 
 
+class Receiver:
+  """Collects one round's tensors in memory, as views of the frames that they came in.
+
+  Args:
+    expected: as of `Ledger`.
+  """
+
+  def __init__(
+    self,
+    round: int,
+    version: int,
+    expected: Mapping[str, tuple[tuple[int, ...], str]],
+    *,
+    max_payload_bytes: int,
+  ):
+    self.ledger = Ledger(round, version, expected)
+    self.max_payload_bytes = max_payload_bytes
+    self.parts: dict[str, dict[int, np.ndarray]] = {}
+
+  def take(self, data: bytes | memoryview) -> Frame:
+    """Accepts one frame, or raises WireError and changes nothing."""
+    frame = decode(data, max_payload_bytes=self.max_payload_bytes)
+    self.ledger.accept(frame)
+    if frame.command is Command.ABORT:
+      self.parts = {}
+    for entry, tensor in zip(frame.entries, frame.tensors, strict=True):
+      self.parts.setdefault(entry.name, {})[entry.part[0]] = tensor
+    return frame
+
+  def tensors(self) -> dict[str, np.ndarray]:
+    """Every tensor, whole, after END. A tensor of one part is a view of its frame."""
+    if not self.ledger.done or not self.parts:
+      raise WireError(f"round {self.ledger.round} has not ended")
+    out = {}
+    for name, parts in self.parts.items():
+      arrays = [parts[k] for k in sorted(parts)]
+      out[name] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    return out
+
+
 def _encode(command: Command, round: int, version: int, metadata: Any, payload: int) -> bytes:
   text = json.dumps(metadata, separators=(",", ":")).encode()
   if len(text) > MAX_METADATA_BYTES:
     raise WireError(f"metadata of {len(text)} bytes, at most {MAX_METADATA_BYTES}")
   fields = (_MAGIC, command, round, version, len(text), payload)
   check = zlib.crc32(text, zlib.crc32(_HEADER.pack(*fields, 0, 0)[:-8]))
-  return _HEADER.pack(*fields, check, 0) + text + bytes(-(_HEADER.size + len(text)) % ALIGN)
+  padding = bytes(_payload_start(len(text)) - _HEADER.size - len(text))
+  return _HEADER.pack(*fields, check, 0) + text + padding
 
 
 def _decode_head(view: memoryview, limit: int) -> tuple[Command, int, int, Any, int]:
   if len(view) < _HEADER.size:
     raise WireError(f"frame of {len(view)} bytes, a header has {_HEADER.size}")
-  magic, command, round, version, size, payload, check, zero = _HEADER.unpack_from(view)
-  if magic != _MAGIC or zero:
-    raise WireError(f"frame starts with {magic!r}, expected {_MAGIC!r}")
-  if size > MAX_METADATA_BYTES or payload > limit:
-    raise WireError(f"{size} bytes of metadata and {payload} of payload, at most "
-                    f"{MAX_METADATA_BYTES} and {limit}")  # fmt: skip
-  end = _HEADER.size + size
-  start = -(-end // ALIGN) * ALIGN
-  if len(view) != start + payload:
-    raise WireError(f"frame of {len(view)} bytes, its header says {start + payload}")
+  whole = frame_size(view, max_payload_bytes=limit)
+  _, command, round, version, size, _, check, _ = _HEADER.unpack_from(view)
+  end, start = _HEADER.size + size, _payload_start(size)
+  if len(view) != whole:
+    raise WireError(f"frame of {len(view)} bytes, its header says {whole}")
   text = view[_HEADER.size : end]
   if zlib.crc32(text, zlib.crc32(view[: _HEADER.size - 8])) != check:
     raise WireError("header or metadata do not match their checksum")
@@ -286,6 +362,10 @@ def _decode_head(view: memoryview, limit: int) -> tuple[Command, int, int, Any, 
   except (ValueError, RecursionError) as error:
     raise WireError(f"command {command} with unreadable metadata: {error}") from error
   return kind, round, version, metadata, start
+
+
+def _payload_start(metadata_bytes: int) -> int:
+  return -(-(_HEADER.size + metadata_bytes) // ALIGN) * ALIGN
 
 
 def _tensors(entries: Sequence[Entry], payload: memoryview) -> tuple[np.ndarray, ...]:
@@ -324,6 +404,24 @@ def _entry(item: Any) -> Entry:
     _size(fields["nbytes"], "nbytes"),
     _hex(fields["hash"], "hash"),
   )
+
+
+def _begin(item: Any) -> Begin:
+  fields = _fields(item, frozenset(Begin._fields))
+  key = _text(fields["key"], "key")
+  if not re.fullmatch(r"\w[\w.-]*", key):
+    raise WireError(f"key is {key[:80]!r}, expected a file name")
+  tensors = []
+  for row in _list(fields["tensors"]):
+    if len(_list(row)) != 3:
+      raise WireError(f"{str(row)[:80]!r} in the metadata, expected name, shape and dtype")
+    name, dtype = _text(row[0], "name"), _text(row[2], "dtype")
+    if dtype not in ITEM_BYTES:
+      raise WireError(f"{name}: unknown dtype {dtype[:80]!r}")
+    tensors.append((name, tuple(_size(n, "shape") for n in _list(row[1])), dtype))
+  if len({name for name, _, _ in tensors}) != len(tensors):
+    raise WireError("a tensor is announced twice")
+  return Begin(_text(fields["token"], "token"), key, tuple(tensors))
 
 
 def _fields(value: Any, keys: frozenset[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ W5   test_quantize: scales, blocks of zeros
 W6   test_quantize: dialects convert exactly; test_wire: another dtype is refused
 W7   test_plan, test_plan_engines, test_wire, test_faults: names
 W8   test_push: versions; test_sglang: every token has one
-W9   test_faults, test_push: kills at every call and bucket
+W9   test_faults, test_push: kills at every call and bucket; test_tcp: at every frame
 W10  test_plan: tensors around the size of a bucket, of no size
 W11  test_stage, test_quantize, test_plan_engines: meshes, buckets, cut blocks
 W12  test_sglang: prefix cache
@@ -47,6 +47,7 @@ from agentrl_jax.transfer.transports.disk import DiskTransport
 from agentrl_jax.transfer.transports.tensor import DirectTransport, TensorTransport
 from tests.reference.transfer import random_weights
 from tests.transfer.test_push import MODEL, rig
+from tests.transfer.test_tcp import local
 
 DISK, TENSOR = "/update_weights_from_disk", "/update_weights_from_tensor"
 BEFORE = ["/model_info", "/server_info", "/pause_generation"]
@@ -55,7 +56,11 @@ LIMIT = 20.0  # seconds of one round: nothing here waits for a deadline
 # A bucket of 1 kB makes several requests of the tiny model.
 TRANSPORTS = {
   "disk": (lambda root: DiskTransport(root), [DISK]),
-  "tensor": (
+  "tcp": (
+    lambda root: local(root.with_name(f"{root.name}-received"), bucket_bytes=1 << 10),
+    [DISK],
+  ),
+  "bucket": (
     lambda root: TensorTransport(bucket_bytes=1 << 10),
     ["/begin_weight_update", TENSOR, "/end_weight_update"],
   ),
@@ -166,7 +171,7 @@ def some_slow(*quick):
   ]
 
 
-@pytest.mark.parametrize("kind", some_slow("tensor"))
+@pytest.mark.parametrize("kind", some_slow("bucket"))
 def test_faults_are_survived(tmp_path, weights, kind, record_property, capsys):  # W9, W19
   """Kills and losses at every call of every route, and damage to every bucket."""
 
@@ -175,7 +180,7 @@ def test_faults_are_survived(tmp_path, weights, kind, record_property, capsys): 
     counts = await calls_of_a_round(bench)
     routes = [*BEFORE, *TRANSPORTS[kind][1], *AFTER]
     assert set(counts) == set(routes)
-    assert kind == "disk" or counts[TENSOR] > 3
+    assert TENSOR not in routes or counts[TENSOR] > 3
     for route in routes:
       kinds = PROCESS_FAULTS + (BUCKET_FAULTS if route == TENSOR else [])
       for call in range(counts[route]):
@@ -242,7 +247,7 @@ def test_a_server_of_other_tensors_is_fenced(tmp_path, weights):  # W7
     assert report.state is State.FENCED
     assert "model.norm.weight of rank 0 is not there" in report.message
 
-  benched(tmp_path, weights, "tensor", test)
+  benched(tmp_path, weights, "bucket", test)
 
 
 def test_a_server_restarted_between_verification_and_label_is_not_labelled(tmp_path, weights):

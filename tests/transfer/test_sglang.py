@@ -18,6 +18,7 @@ from agentrl_jax.transfer.report import State
 from agentrl_jax.transfer.transports.disk import DiskTransport
 from agentrl_jax.transfer.transports.tensor import DirectTransport, TensorTransport
 from tests.sglang_fixture import transformers_logp
+from tests.transfer.test_tcp import local
 
 pytestmark = pytest.mark.sglang
 
@@ -66,11 +67,13 @@ def reference(python, model, weights, source, directory):
   return want
 
 
-@pytest.fixture(params=["disk", "tensor", "direct"])
+@pytest.fixture(params=["disk", "tcp", "bucket", "direct"])
 def transport(request, tmp_path):
   # A bucket of 64 kB makes several requests of the tiny model.
   if request.param == "disk":
     return DiskTransport(tmp_path / "staging", bucket_bytes=1 << 16)
+  if request.param == "tcp":
+    return local(tmp_path / "received", connections=2, bucket_bytes=1 << 16)
   if request.param == "direct":
     return DirectTransport(bucket_bytes=1 << 16)
   return TensorTransport(bucket_bytes=1 << 16)
@@ -169,6 +172,7 @@ def test_two_tensor_parallel_ranks(pair_server, sglang_python, tiny_llama, tmp_p
   transports = [
     DirectTransport(bucket_bytes=1 << 16),
     DiskTransport(tmp_path / "staging"),
+    local(tmp_path / "received"),
     TensorTransport(bucket_bytes=1 << 16),
     DirectTransport(),
   ]

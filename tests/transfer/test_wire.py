@@ -171,6 +171,38 @@ def test_entries_are_checked_before_views(entries, message):
     wire.check_entries(entries, 64)
 
 
+OPENING = wire.Begin("token", "run-3", (("a", (3, 4), "float32"), ("b", (), "int32")))
+
+
+def test_what_opens_and_answers_a_round_comes_back():
+  for frame, field, value in [
+    (wire.encode_begin(7, 3, OPENING), "begin", OPENING),
+    (wire.encode_join(7, 3, "token"), "token", "token"),
+    (wire.encode_done(7, 3, "/a/b"), "path", "/a/b"),
+    (wire.encode_done(7, 3), "path", ""),
+  ]:
+    assert wire.frame_size(frame[: wire.HEADER_BYTES], max_payload_bytes=0) == len(frame)
+    assert getattr(wire.decode(frame, max_payload_bytes=0), field) == value
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"key": "../etc"}, "key is '../etc', expected a file name"),
+    ({"tensors": [["a", [1]]]}, "expected name, shape and dtype"),
+    ({"tensors": [["a", [1], "float7"]]}, "a: unknown dtype 'float7'"),
+    ({"tensors": [["a", [1], ["float32"]]]}, "dtype is .*, expected text"),
+    ({"tensors": [["a", [-1], "int32"]]}, "shape is '-1'"),
+    ({"tensors": [["a", [], "int32"]] * 2}, "announced twice"),
+    ({"token": ""}, "token is '', expected text"),
+  ],
+)
+def test_an_opening_is_checked(change, message):
+  frame = wire._encode(wire.Command.BEGIN, 7, 3, OPENING._asdict() | change, 0)
+  with pytest.raises(WireError, match=message):
+    wire.decode(frame, max_payload_bytes=0)
+
+
 def adversarial(rng):
   """Metadata that means harm; its frame's checksum will be right, so the checks must hold."""
   entry = json.loads(json.dumps(GOOD._asdict()))
@@ -207,7 +239,7 @@ def test_ten_thousand_damaged_frames_are_refused():  # W30
         frame[at:at] = rng.randbytes(rng.randrange(1, 40))
       case 3:  # well-formed frame, adversarial metadata
         frame = bytearray(
-          wire._encode(wire.Command(rng.randrange(1, 4)), 7, 3, adversarial(rng), 64) + bytes(64)
+          wire._encode(wire.Command(rng.randrange(1, 7)), 7, 3, adversarial(rng), 64) + bytes(64)
         )
       case 4:  # header fields overwritten
         at = rng.randrange(0, 48, 4)

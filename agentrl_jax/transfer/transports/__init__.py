@@ -1,7 +1,7 @@
 """Ways to move staged buckets into an engine's memory, behind one small protocol."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -34,4 +34,17 @@ class Transport(Protocol):
 
   def release(self, key: str) -> None:
     """Frees the staging of a round; unknown keys are ignored."""
+    ...
+
+  def close(self) -> None:
+    """Ends what was started or connected for it. Idempotent."""
+    ...
+
+
+@runtime_checkable
+class Delivers(Protocol):
+  """A transport that brings bytes near a server before it pauses; `send` then only loads them."""
+
+  async def deliver(self, staged: Staged, peer: Control, version: int) -> None:
+    """Raises CallError; nothing has changed on the server then."""
     ...

@@ -3,13 +3,15 @@
 import ipaddress
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from agentrl_jax.transfer.receive import TOKEN, ReceiverProcess
 from agentrl_jax.transfer.transports import Transport
 from agentrl_jax.transfer.transports.disk import DiskTransport
+from agentrl_jax.transfer.transports.tcp import TcpTransport
 from agentrl_jax.transfer.transports.tensor import DirectTransport, TensorTransport
 
 
@@ -45,29 +47,81 @@ def only(make: Callable[[], Transport]) -> Choose:
   return lambda servers: Choice(make(), ())
 
 
-def fastest(root: str | os.PathLike[str] = "/dev/shm/agentrl") -> Choose:
-  """From fast to slow: files in shared memory, each rank's own parameters, whole buckets.
+def tcp(receivers: Mapping[str, str] | None = None) -> Choose:
+  """Connections to the receivers HOST:PORT by server URL, with $AGENTRL_TRANSFER_TOKEN.
+
+  None: the servers are on this machine, and a receiver is started for them here.
+  """
+
+  def choose(servers: Servers) -> Choice:
+    if receivers is not None:
+      return Choice(TcpTransport(receivers, _token()), ())
+    if away := _away(servers.urls):
+      raise ValueError(f"{away} is not on this machine: name the receiver beside it")
+    process = ReceiverProcess()
+    beside = {url: process.address for url in servers.urls}
+    return Choice(TcpTransport(beside, process.token, process=process), ())
+
+  return choose
+
+
+def fastest(
+  root: str | os.PathLike[str] = "/dev/shm/agentrl", receivers: Mapping[str, str] | None = None
+) -> Choose:
+  """From fast to slow: files in shared memory, connections to receivers, each rank's own parameters
+  in requests, whole buckets in requests.
 
   With one rank `direct` moves what `bucket` does and only costs more here, so it is passed over.
 
   Args:
     root: where `disk` would put its files.
+    receivers: as of `tcp`.
   """
 
   def choose(servers: Servers) -> Choice:
     passed = []
-    if away := [url for url in servers.urls if not _here(url)]:
-      passed.append(f"disk needs servers on this machine, {away[0]} is not")
+    if away := _away(servers.urls):
+      passed.append(f"disk needs servers on this machine, {away} is not")
     elif reason := _unfit(Path(root), servers.nbytes):
       passed.append(f"disk: {reason}")
     else:
       return Choice(DiskTransport(root), ())
+    if reason := _silent(servers.urls, receivers or {}):
+      passed.append(f"tcp: {reason}")
+    else:
+      return Choice(TcpTransport(receivers or {}, _token()), tuple(passed))
     if servers.ranks > 1:
       return Choice(DirectTransport(), tuple(passed))
     passed.append("direct gains nothing over bucket with one rank")
     return Choice(TensorTransport(), tuple(passed))
 
   return choose
+
+
+def _away(urls: Sequence[str]) -> str:
+  """The first server that is not on this machine, or ""."""
+  return next((url for url in urls if not _here(url)), "")
+
+
+def _silent(urls: Sequence[str], receivers: Mapping[str, str]) -> str:
+  """Why the receivers do not do, or ""."""
+  for url in urls:
+    if url not in receivers:
+      return f"{url} has no receiver"
+    host, _, port = receivers[url].rpartition(":")
+    try:
+      socket.create_connection((host.strip("[]"), int(port)), 5.0).close()
+    except (OSError, ValueError) as error:
+      return f"receiver {receivers[url]} of {url}: {error}"
+  return "" if os.environ.get(TOKEN) else f"${TOKEN} is empty"
+
+
+def _token() -> str:
+  """Raises ValueError when the environment has none."""
+  token = os.environ.get(TOKEN)
+  if not token:
+    raise ValueError(f"${TOKEN} is empty: give both ends the same secret")
+  return token
 
 
 def _here(url: str) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 from agentrl_jax.transfer.control import Control
 from agentrl_jax.transfer.plan import Plan, Segment
 from agentrl_jax.transfer.stage import Staged
+from agentrl_jax.transfer.wire import Entry
 
 _SAFETENSORS_DTYPES = {
   "float32": "F32",
@@ -83,16 +84,15 @@ class DiskTransport:
     partial = self._directory(staged.key, partial=True)
     if partial.exists():
       partial.rename(directory)
-    await peer.call(
-      "POST",
-      "/update_weights_from_disk",
-      {"model_path": str(directory), "load_format": "safetensors", "flush_cache": False},
-    )
+    await load_files(peer, str(directory))
 
   def release(self, key: str) -> None:
     """Removes the round's files, complete or not."""
     for partial in (True, False):
       shutil.rmtree(self._directory(key, partial=partial), ignore_errors=True)
+
+  def close(self) -> None:
+    """Nothing was started."""
 
   def _directory(self, key: str, *, partial: bool = False) -> Path:
     if not key or key in (".", "..") or "/" in key or "\0" in key:
@@ -100,8 +100,14 @@ class DiskTransport:
     return self.root / (f"{key}.partial" if partial else key)
 
 
-def safetensors_header(segments: Sequence[Segment]) -> bytes:
-  """The length-prefixed header of a safetensors file of these segments, padded to 64 bytes."""
+async def load_files(peer: Control, directory: str) -> None:
+  """Has the server load the safetensors files of a directory that it sees. Raises CallError."""
+  body = {"model_path": directory, "load_format": "safetensors", "flush_cache": False}
+  await peer.call("POST", "/update_weights_from_disk", body)
+
+
+def safetensors_header(segments: Sequence[Segment] | Sequence[Entry]) -> bytes:
+  """The length-prefixed header of a safetensors file of these tensors, padded to 64 bytes."""
   entries = {
     s.name: {
       "dtype": _SAFETENSORS_DTYPES[s.dtype],

@@ -33,6 +33,9 @@ class _InRequests:
   def release(self, key: str) -> None:
     """Nothing outlives the staged weights."""
 
+  def close(self) -> None:
+    """Nothing was started."""
+
 
 class TensorTransport(_InRequests):
   """Pushes through `/update_weights_from_tensor` in SGLang's `flattened_bucket` format.

@@ -1,0 +1,355 @@
+"""The receiving end of `transports.tcp`: beside a server, from connections into files of memory.
+
+    python -m agentrl_jax.transfer.receive --host=HOST --port=PORT --root=/dev/shm/agentrl-received
+
+A bucket is checked before a byte of it is written, and the server sees a round's files only when
+END has proved that all of them are there. They stay as long as the round's first connection: what a
+trainer that is gone had sent goes with it.
+"""
+
+import argparse
+import contextlib
+import hmac
+import itertools
+import math
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from agentrl_jax.transfer import wire
+from agentrl_jax.transfer.plan import ITEM_BYTES
+from agentrl_jax.transfer.transports.disk import safetensors_header
+from agentrl_jax.transfer.wire import Command, Entry, Frame, WireError
+
+TOKEN = "AGENTRL_TRANSFER_TOKEN"  # the environment variable that both ends read it from
+DEFAULT_ROOT = "/dev/shm/agentrl-received"
+
+
+class FileReceiver:
+  """Listens until `close`; a thread for each connection.
+
+  Args:
+    root: directory in a memory file system that the server sees; made if absent.
+    token: what a sender must know. It travels as it is: it keeps out mistakes, not eavesdroppers.
+    host: the interface to listen on.
+    port: 0 takes a free one; `address` says which.
+    bucket_bytes: of the largest payload that is taken.
+    connections: at once; more are closed unanswered.
+    stall_seconds: a sender that stops inside a frame is given up after so long.
+  """
+
+  def __init__(
+    self,
+    root: str | os.PathLike[str],
+    token: str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    bucket_bytes: int = 4 << 30,
+    connections: int = 64,
+    stall_seconds: float = 60.0,
+  ):
+    self.root, self.token = Path(root), token
+    self.bucket_bytes, self.connections = bucket_bytes, connections
+    self.stall_seconds = stall_seconds
+    self._rounds: dict[tuple[int, int], _Round] = {}
+    self._lock = threading.Lock()
+    self._sockets: set[socket.socket] = set()
+    self.root.mkdir(parents=True, mode=0o700, exist_ok=True)
+    self._listener = socket.create_server((host, port), backlog=connections)
+    threading.Thread(target=self._accept, name="receive", daemon=True).start()
+
+  @property
+  def address(self) -> str:
+    """HOST:PORT."""
+    host, port = self._listener.getsockname()[:2]
+    return f"{host}:{port}"
+
+  def close(self) -> None:
+    """Stops listening and drops every round. Idempotent."""
+    with self._lock:
+      sockets, self._sockets = self._sockets, set()
+      rounds, self._rounds = self._rounds, {}
+    _shut(self._listener)
+    self._listener.close()
+    for connection in sockets:
+      _shut(connection)
+    for round in rounds.values():
+      round.drop()
+
+  def _accept(self) -> None:
+    while True:
+      try:
+        connection, _ = self._listener.accept()
+      except OSError:  # closed
+        return
+      with self._lock:
+        room = len(self._sockets) < self.connections
+        if room:
+          self._sockets.add(connection)
+      if not room:
+        connection.close()
+        continue
+      threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+  def _serve(self, connection: socket.socket) -> None:
+    """One connection, from its first frame to its end, whoever ends it."""
+    began: list[_Round] = []
+    try:
+      set_options(connection)
+      self._talk(connection, began)
+    except (WireError, OSError) as error:
+      with contextlib.suppress(OSError):
+        connection.sendall(wire.encode_abort(0, 0, str(error) or type(error).__name__))
+        connection.shutdown(socket.SHUT_WR)
+        _drain(connection)  # closing on unread bytes would take back the answer
+    finally:
+      for round in began:
+        with self._lock:
+          self._rounds.pop(round.id, None)
+        round.drop()
+      with self._lock:
+        self._sockets.discard(connection)
+      connection.close()
+
+  def _talk(self, connection: socket.socket, began: "list[_Round]") -> None:
+    stream = _Frames(connection, self.stall_seconds)
+    first = stream.read(0, self.stall_seconds)
+    if first is None:
+      return
+    if not hmac.compare_digest(first.token, self.token):
+      raise WireError("the token is not this receiver's")
+    id = (first.round, first.version)
+    if first.begin is not None:
+      round = _Round(first, self.root)
+      began.append(round)
+      with self._lock:
+        if id in self._rounds:
+          raise WireError(f"round {first.round} was begun before")
+        self._rounds[id] = round
+    else:
+      with self._lock:
+        found = self._rounds.get(id)
+      if found is None:
+        raise WireError(f"round {first.round} was not begun")
+      round = found
+    connection.sendall(wire.encode_done(*id))
+    while (frame := stream.read(self.bucket_bytes)) is not None:
+      connection.sendall(wire.encode_done(*id, round.take(frame)))
+
+
+class _Round:
+  """One round's files. Raises WireError where a sender is wrong, OSError where they do not fit."""
+
+  def __init__(self, first: Frame, root: Path):
+    assert first.begin is not None
+    self.id = (first.round, first.version)
+    expected = {name: (shape, dtype) for name, shape, dtype in first.begin.tensors}
+    self.ledger = wire.Ledger(first.round, first.version, expected)
+    nbytes = sum(ITEM_BYTES[dtype] * math.prod(shape) for shape, dtype in expected.values())
+    free = os.statvfs(root).f_bavail * os.statvfs(root).f_frsize
+    if nbytes > free:
+      raise WireError(
+        f"{root} has {free / 1e6:.0f} MB free, the weights need {nbytes / 1e6:.0f} MB"
+      )
+    self.directory = root / f"{first.begin.key}-{first.round:016x}"
+    self.partial = self.directory.with_name(f"{self.directory.name}.partial")
+    self.partial.mkdir(mode=0o700)
+    self._numbers = itertools.count(1)
+    self._lock = threading.Lock()
+    self._writing = 0
+    self._dropped = False
+
+  def take(self, frame: Frame) -> str:
+    """Takes one checked frame. Returns where the files are after END, else ""."""
+    with self._lock:
+      if self._dropped:
+        raise WireError(f"round {self.id[0]} was given up")
+      if frame.command is Command.END and self._writing:
+        raise WireError("END while a bucket is still being written")
+      if any(entry.part != (0, 1) for entry in frame.entries):
+        raise WireError("a part of a tensor, files hold whole ones")
+      self.ledger.accept(frame)
+      if frame.command is Command.END:
+        self.partial.rename(self.directory)
+        return str(self.directory)
+      if frame.command is Command.ABORT:
+        raise WireError(f"given up by the sender: {frame.reason}")
+      self._writing += 1
+      path = self.partial / f"model-{next(self._numbers):05}.safetensors"
+    try:
+      _write(path, frame)
+    finally:
+      with self._lock:
+        self._writing -= 1
+    return ""
+
+  def drop(self) -> None:
+    """Removes the files. Idempotent."""
+    with self._lock:
+      self._dropped = True
+    for directory in (self.partial, self.directory):
+      shutil.rmtree(directory, ignore_errors=True)
+
+
+class _Frames:
+  """Reads frames from a connection into memory that the next frame reuses."""
+
+  def __init__(self, connection: socket.socket, stall_seconds: float):
+    self.connection, self.stall_seconds = connection, stall_seconds
+    self._memory = np.empty(1 << 16, np.uint8)
+
+  def read(self, max_payload_bytes: int, seconds: float | None = None) -> Frame | None:
+    """The next frame, checked, or None at the connection's end between frames.
+
+    It must begin within `seconds`; None: a round may rest, and keepalive finds a sender that is
+    gone.
+    """
+    self.connection.settimeout(seconds)
+    head = bytearray(wire.HEADER_BYTES)
+    got = self.connection.recv_into(head)
+    if not got:
+      return None
+    self.connection.settimeout(self.stall_seconds)
+    self._fill(memoryview(head)[got:])
+    size = wire.frame_size(bytes(head), max_payload_bytes=max_payload_bytes)
+    if size > len(self._memory):
+      self._memory = np.empty(size, np.uint8)
+    whole = self._memory.data[:size]
+    whole[: len(head)] = head
+    self._fill(whole[len(head) :])
+    return wire.decode(whole, max_payload_bytes=max_payload_bytes)
+
+  def _fill(self, rest: memoryview) -> None:
+    while rest:
+      got = self.connection.recv_into(rest)
+      if not got:
+        raise WireError(f"the connection ended {len(rest)} bytes before the frame did")
+      rest = rest[got:]
+
+
+def set_options(connection: socket.socket) -> None:
+  """No waiting for more to send, and a peer that is gone without a word is noticed in minutes."""
+  connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+  connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+  if sys.platform == "linux":
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15)
+
+
+def read_answer(connection: socket.socket) -> Frame:
+  """The answer to a frame, within the connection's timeout.
+
+  Raises:
+    OSError: no answer came, TimeoutError in time.
+    WireError: it is no answer, or says why the frame was refused.
+  """
+  data = bytearray()
+  size = wire.HEADER_BYTES
+  while len(data) < size:
+    chunk = connection.recv(size - len(data))
+    if not chunk:
+      raise ConnectionResetError("the connection ended before the answer")
+    data += chunk
+    if len(data) == wire.HEADER_BYTES:
+      size = wire.frame_size(bytes(data), max_payload_bytes=0)
+  frame = wire.decode(bytes(data), max_payload_bytes=0)
+  if frame.command is Command.ABORT:
+    raise WireError(frame.reason)
+  if frame.command is not Command.DONE:
+    raise WireError(f"answered {frame.command.name}, expected DONE")
+  return frame
+
+
+def _write(path: Path, frame: Frame) -> None:
+  """A bucket as a safetensors file. The format allows no gaps, so tensors move together."""
+  entries: list[Entry] = []
+  offset = 0
+  for entry in frame.entries:
+    entries.append(entry._replace(offset=offset))
+    offset += entry.nbytes
+  with path.open("xb") as file:
+    file.write(safetensors_header(entries))
+    for tensor in frame.tensors:
+      file.write(tensor.reshape(-1).view(np.uint8).data)
+
+
+def _shut(connection: socket.socket) -> None:
+  with contextlib.suppress(OSError):
+    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _drain(connection: socket.socket) -> None:
+  connection.settimeout(5.0)
+  while connection.recv(1 << 20):
+    pass
+
+
+class ReceiverProcess:
+  """A receiver on this machine, in a process of its own that ends with this one.
+
+  Raises:
+    OSError: it did not start; the message has its last words.
+  """
+
+  def __init__(self, root: str | os.PathLike[str] = DEFAULT_ROOT):
+    self.token = secrets.token_hex(16)
+    command = [sys.executable, "-m", "agentrl_jax.transfer.receive", f"--root={root}"]
+    environment: Mapping[str, str] = os.environ | {TOKEN: self.token}
+    self._process = subprocess.Popen(
+      [*command, "--with-parent"],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
+      env=environment,
+      cwd=Path(__file__).parents[2],
+    )
+    assert self._process.stdout is not None
+    line = self._process.stdout.readline().strip()
+    if not line.startswith("receiving at "):
+      self.close()
+      raise OSError(f"the receiver did not start: {line or 'no word from it'}")
+    self.address = line.removeprefix("receiving at ")
+
+  def close(self) -> None:
+    """Ends it. Idempotent."""
+    process = self._process
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.close()  # its sign to end
+    try:
+      process.wait(5)
+    except subprocess.TimeoutExpired:
+      process.kill()
+      process.wait()
+    process.stdout.close()
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description="Receives weights for a server on this machine.")
+  parser.add_argument("--host", default="127.0.0.1", help="interface to listen on")
+  parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+  parser.add_argument("--root", default=DEFAULT_ROOT, help="directory that the server sees")
+  parser.add_argument(
+    "--with-parent", action="store_true", help="end when standard input does, not at Ctrl-C"
+  )
+  arguments = parser.parse_args()
+  token = os.environ.get(TOKEN)
+  if not token:
+    sys.exit(f"${TOKEN} is empty: give both ends the same secret")
+  receiver = FileReceiver(arguments.root, token, host=arguments.host, port=arguments.port)
+  print(f"receiving at {receiver.address}", flush=True)
+  with contextlib.suppress(KeyboardInterrupt):
+    sys.stdin.read() if arguments.with_parent else threading.Event().wait()
+  receiver.close()
+
+
+if __name__ == "__main__":
+  main()
