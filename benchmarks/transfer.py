@@ -1,29 +1,45 @@
-"""Quantisation and staging of weights beside a memory copy and the plain cast, in one run.
+"""Quantisation and staging of weights beside a memory copy and the plain cast, in one run; with a
+model also whole pushes of it into a SGLang server by every transport.
 
-    python -m benchmarks.transfer [--mb=256] [--smoke]
+    python -m benchmarks.transfer [--mb=256] [--model=DIR] [--smoke]
 
 All cases take turns in every round, so that other work on the machine slows all of them; medians
-over rounds. GB/s count the bytes that are read. CPU-seconds are this process's, all threads.
+over rounds. GB/s count the bytes that are read; of pushes, the bytes of the model from the call of
+`publish` to its return. CPU-seconds are this process's, all threads. `idle` is how long the server
+could not generate. "SGLang loads from disk" is its own route on the model's directory, alone.
 """
 
+import asyncio
 import json
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
+from agentrl_jax.models.hf import load_model, load_weights
+from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer, find_python
 from agentrl_jax.transfer.engine_layout import quantized_weights
 from agentrl_jax.transfer.layout import assembly
 from agentrl_jax.transfer.plan import plan, whole
+from agentrl_jax.transfer.push import sglang_publisher
 from agentrl_jax.transfer.quantize import OCP, Quantization, quantize
+from agentrl_jax.transfer.receive import ReceiverProcess
+from agentrl_jax.transfer.report import PushError, PushReport, State
 from agentrl_jax.transfer.stage import allocate, source_layout, stage
+from agentrl_jax.transfer.transports import Transport
+from agentrl_jax.transfer.transports.broadcast import SENDER, BroadcastTransport
+from agentrl_jax.transfer.transports.disk import DiskTransport
+from agentrl_jax.transfer.transports.tcp import TcpTransport
+from agentrl_jax.transfer.transports.tensor import DirectTransport, TensorTransport
 
 MB = flags.DEFINE_integer("mb", 256, "Megabytes of bfloat16 in the matrix.", lower_bound=1)
+MODEL = flags.DEFINE_string("model", None, "Model to push; without it nothing is pushed.")
 ROUNDS = flags.DEFINE_integer("rounds", 9, "Rounds of all cases.", lower_bound=1)
 SMOKE = flags.DEFINE_bool("smoke", False, "One small round: does it run? Writes nothing.")
 OUTPUT = flags.DEFINE_string("output", "benchmarks/results/transfer.json", "JSON file.")
@@ -77,6 +93,81 @@ def staging(rows: int) -> dict[str, Case]:
   return cases
 
 
+def transports(url: str) -> dict[str, Transport]:
+  """Every way into a server on this machine."""
+  receiver = ReceiverProcess()
+  ways: dict[str, Transport] = {
+    f"tcp, {n} connections": TcpTransport({url: receiver.address}, receiver.token, connections=n)
+    for n in (1, 2)
+  }
+  ways["tcp, 4 connections"] = TcpTransport(
+    {url: receiver.address}, receiver.token, process=receiver
+  )
+  return ways | {
+    "disk": DiskTransport(),
+    "broadcast": BroadcastTransport([str(find_python()), str(SENDER)]),
+    "direct": DirectTransport(),
+    "bucket": TensorTransport(),
+  }
+
+
+def pushes(directory: Path, rounds: int) -> dict[str, dict[str, float]]:
+  """Medians over rounds in which the transports take turns, in bfloat16, with two sets of weights
+  in turn; a first round of each is left out.
+  """
+  model = load_model(directory)
+  weights = load_weights(model, directory)
+  trees = (weights, jax.tree.map(lambda w: w * jnp.asarray(1.01, w.dtype), weights))
+  reports: dict[str, list[PushReport]] = {}
+  own: list[float] = []
+
+  async def main(url: str) -> None:
+    publishers = {
+      name: sglang_publisher(model, [url], transport=way, run_id="benchmark")
+      for name, way in transports(url).items()
+    }
+    version = 0
+    for turn in range(rounds + 1):
+      own.append(await _loads_from_disk(url, directory))
+      for name, publisher in publishers.items():
+        version += 1
+        report = await publisher.publish(trees[version % 2], version)
+        if report.state is not State.COMMITTED:
+          raise PushError(str(report))
+        print(f"{name}: {report}", flush=True)
+        if turn:
+          reports.setdefault(name, []).append(report)
+    for publisher in publishers.values():
+      await publisher.close()
+
+  with SGLangServer(ServerOptions(directory, dtype="bfloat16")) as server:
+    asyncio.run(main(server.url))
+  found = {"SGLang loads from disk": {"wall_seconds": statistics.median(own[1:])}}
+  for name, held in reports.items():
+    nbytes = held[0].phases["stage"].nbytes
+    walls = [sum(phase.seconds for phase in report.phases.values()) for report in held]
+    found[name] = {
+      "gigabytes_a_second": nbytes / 1e9 / statistics.median(walls),
+      "bytes": nbytes,
+      "wall_seconds": statistics.median(walls),
+      "idle_seconds": statistics.median(report.idle_seconds for report in held),
+    } | {
+      f"{phase}_seconds": statistics.median(report.phases[phase].seconds for report in held)
+      for phase in held[0].phases
+    }
+  return found
+
+
+async def _loads_from_disk(url: str, directory: Path) -> float:
+  """Seconds of the server's own load of the model's files."""
+  async with httpx.AsyncClient(trust_env=False, timeout=600) as client:
+    start = time.perf_counter()
+    body = {"model_path": str(directory), "load_format": "safetensors"}
+    answer = await client.post(f"{url}/update_weights_from_disk", json=body)
+    answer.raise_for_status()
+    return time.perf_counter() - start
+
+
 def measure(cases: dict[str, Case], rounds: int) -> dict[str, dict[str, float]]:
   """Medians over rounds in which the cases take turns; a first run of each compiles."""
   taken: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
@@ -106,12 +197,18 @@ def main(_) -> None:
       f"{name:40} {row['gigabytes_a_second']:6.2f} GB/s {row['gigabytes_a_cpu_second']:6.2f} "
       f"GB/CPU-s {row['cpu_seconds']:.3f} CPU-s"
     )
+  pushed = {}
+  if MODEL.value:
+    pushed = pushes(Path(MODEL.value), 1 if SMOKE.value else ROUNDS.value)
+    for name, row in pushed.items():
+      print(name, " ".join(f"{key} {value:.3g}" for key, value in row.items()))
   if SMOKE.value:
     return
   result = {
     "bytes": rows * COLUMNS * 2,
     "rounds": ROUNDS.value,
     "cases": found,
+    "pushes": pushed,
     "jax": jax.__version__,
     "device": jax.devices()[0].device_kind,
   }

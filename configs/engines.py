@@ -18,6 +18,7 @@ TRANSPORTS: Mapping[str, Callable[[], fdl.Config[auto.Choose]]] = {
   "disk": lambda: fdl.Config(auto.only, make=DiskTransport),
   "bucket": lambda: fdl.Config(auto.only, make=TensorTransport),
   "tcp": lambda: fdl.Config(auto.tcp),
+  "broadcast": lambda: fdl.Config(engines.broadcast),
   "direct": lambda: fdl.Config(auto.only, make=DirectTransport),
 }
 

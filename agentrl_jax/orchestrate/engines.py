@@ -19,13 +19,14 @@ import jax.numpy as jnp
 from agentrl_jax.models.model import Model
 from agentrl_jax.rollout.engine import Engine
 from agentrl_jax.rollout.sglang import SGLangEngine
-from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer
+from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer, find_python
 from agentrl_jax.sampler.engine import EmbeddedEngine
 from agentrl_jax.transfer.embedded import embedded_publisher
 from agentrl_jax.transfer.push import sglang_publisher
 from agentrl_jax.transfer.quantize import OCP, Quantization
 from agentrl_jax.transfer.report import Publisher, PushError, PushReport, State
-from agentrl_jax.transfer.transports.auto import Choose, Servers, fastest
+from agentrl_jax.transfer.transports.auto import Choose, Servers, fastest, only
+from agentrl_jax.transfer.transports.broadcast import SENDER, BroadcastTransport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +168,11 @@ def sglang(
     return host
 
   return open_engine
+
+
+def broadcast() -> Choose:
+  """Process groups whose senders run in SGLang's environment on this machine."""
+  return only(lambda: BroadcastTransport([str(find_python()), str(SENDER)]))
 
 
 @dataclasses.dataclass

@@ -157,7 +157,7 @@ class SGLangPublisher:
     self._held_staging[round.key] = staged
     writing = [peer for peer in round.live if peer not in holding]
     if isinstance(transport := self.transport, Delivers):
-      with clock.phase("deliver", chosen.nbytes * len(writing)):
+      with clock.phase("deliver"):
         await self._each(round, writing, lambda r, p: self._deliver(r, p, transport, staged))
       writing = [peer for peer in writing if peer in round.live]
     with clock.phase("pause"):
@@ -272,7 +272,8 @@ class SGLangPublisher:
 
   async def _deliver(self, round: Round, peer: Peer, transport: Delivers, staged: Staged) -> None:
     try:
-      await transport.deliver(staged, peer.control, round.version)
+      moved = await transport.deliver(staged, peer.control, round.version)
+      round.clock.count("deliver", moved)
     except CallError as error:
       round.untouched.add(peer)
       round.leave(peer, State.ABORTED, error)

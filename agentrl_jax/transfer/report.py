@@ -96,3 +96,8 @@ class Clock:
       self.phases[name] = Phase(
         before.seconds + time.perf_counter() - start, before.nbytes + nbytes
       )
+
+  def count(self, name: str, nbytes: int) -> None:
+    """Adds to the bytes of a phase, while or after it is timed."""
+    seconds, before = self.phases.get(name, Phase(0.0, 0))
+    self.phases[name] = Phase(seconds, before + nbytes)

@@ -11,6 +11,8 @@ import hashlib
 import io
 import itertools
 import json
+import math
+import socket
 from pathlib import Path
 from typing import Literal
 
@@ -43,6 +45,7 @@ class FakeServer:
     self.started = next(_START)
     self.buckets: list[list[tuple[str, np.ndarray]]] = []
     self.open = False  # between begin and end of an update
+    self.groups: dict[str, socket.socket] = {}  # a socket stands for a process group
     self._server: asyncio.Server | None = None
     self._tasks: set[asyncio.Task] = set()
 
@@ -62,6 +65,12 @@ class FakeServer:
         task.cancel()
       await asyncio.gather(*self._tasks, return_exceptions=True)
       self._server = None
+    self._leave()
+
+  def _leave(self):
+    for group in self.groups.values():
+      group.close()
+    self.groups = {}
 
   async def restart(self):
     """A new process at the same address, with the weights it was started from."""
@@ -74,6 +83,7 @@ class FakeServer:
     self.tensors = {"model.norm.weight": np.zeros(4, np.float32)}
     self.version = self.cached_by = "default"
     self.paused = self.open = False
+    self._leave()
     self.started = next(_START)
 
   @property
@@ -166,6 +176,23 @@ class FakeServer:
         assert body["flush_cache"] is False
         (payload,) = body["serialized_named_tensors"]
         self._load(_read(payload, body["load_format"]), fault)
+      case "/init_weights_update_group":
+        assert (body["rank_offset"], body["world_size"], body["backend"]) == (1, 2, "gloo")
+        where = (body["master_address"], body["master_port"])
+        self.groups[body["group_name"]] = socket.create_connection(where, 5.0)
+      case "/destroy_weights_update_group":
+        if body["group_name"] not in self.groups:
+          return 400, {"success": False, "message": "no such group"}
+        self.groups.pop(body["group_name"]).close()
+      case "/update_weights_from_distributed":
+        assert self.paused, "written while generating"
+        assert (body["flush_cache"], body["load_format"]) == (False, "flattened_bucket")
+        if not self.open or body["group_name"] not in self.groups:
+          return 400, {"success": False, "message": "no update is open, or no such group"}
+        named = _receive(self.groups[body["group_name"]], body)
+        if named is None:
+          return 400, {"success": False, "message": "the group is gone"}
+        self._load(named, fault)
       case "/end_weight_update":
         self.open = False
       case _:
@@ -207,3 +234,17 @@ def _read(payload, load_format):
      .reshape(item.shape))
     for item in read["metadata"]
   ]  # fmt: skip
+
+
+def _receive(group, body):
+  """[(name, array)] of one broadcast, or None where the sender has left."""
+  named = []
+  for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
+    left, data = math.prod(shape) * np.dtype(dtype).itemsize, b""
+    while len(data) < left:
+      chunk = group.recv(left - len(data))
+      if not chunk:
+        return None
+      data += chunk
+    named.append((name, np.frombuffer(data, dtype).reshape(shape)))
+  return named

@@ -36,6 +36,7 @@ W13 to W16 are the training loop's (tests/orchestrate, tests/learner). W22 (adap
 
 import asyncio
 import collections
+import sys
 import time
 
 import jax
@@ -43,13 +44,17 @@ import jax.numpy as jnp
 import pytest
 
 from agentrl_jax.transfer.report import PushError, State
+from agentrl_jax.transfer.transports.broadcast import BroadcastTransport
 from agentrl_jax.transfer.transports.disk import DiskTransport
 from agentrl_jax.transfer.transports.tensor import DirectTransport, TensorTransport
 from tests.reference.transfer import random_weights
+from tests.sglang_fixture import REFERENCE
 from tests.transfer.test_push import MODEL, rig
 from tests.transfer.test_tcp import local
 
 DISK, TENSOR = "/update_weights_from_disk", "/update_weights_from_tensor"
+BROADCAST = "/update_weights_from_distributed"
+SOCKET_SENDER = [sys.executable, str(REFERENCE / "socket_sender.py")]
 BEFORE = ["/model_info", "/server_info", "/pause_generation"]
 AFTER = ["/weights_checker", "/flush_cache", "/update_weight_version", "/continue_generation"]
 LIMIT = 20.0  # seconds of one round: nothing here waits for a deadline
@@ -59,6 +64,10 @@ TRANSPORTS = {
   "tcp": (
     lambda root: local(root.with_name(f"{root.name}-received"), bucket_bytes=1 << 10),
     [DISK],
+  ),
+  "broadcast": (
+    lambda root: BroadcastTransport(SOCKET_SENDER, root=root, bucket_bytes=1 << 10),
+    ["/begin_weight_update", BROADCAST, "/end_weight_update"],
   ),
   "bucket": (
     lambda root: TensorTransport(bucket_bytes=1 << 10),
@@ -125,7 +134,7 @@ class Bench:
         fake.calls.clear()
         report = await self.publisher.publish(at(self.weights, self.version), self.version)
         assert report.state is State.COMMITTED  # by its checksums
-        assert not {DISK, TENSOR} & set(fake.calls)
+        assert not {DISK, TENSOR, BROADCAST} & set(fake.calls)
       elif label != "default":  # a new process says that nothing was published to it
         assert self.served[label] == content  # an older version, whole
     else:
@@ -180,9 +189,10 @@ def test_faults_are_survived(tmp_path, weights, kind, record_property, capsys): 
     counts = await calls_of_a_round(bench)
     routes = [*BEFORE, *TRANSPORTS[kind][1], *AFTER]
     assert set(counts) == set(routes)
-    assert TENSOR not in routes or counts[TENSOR] > 3
+    bucketed = [route for route in (TENSOR, BROADCAST) if route in routes]
+    assert all(counts[route] > 3 for route in bucketed)
     for route in routes:
-      kinds = PROCESS_FAULTS + (BUCKET_FAULTS if route == TENSOR else [])
+      kinds = PROCESS_FAULTS + (BUCKET_FAULTS if route in bucketed else [])
       for call in range(counts[route]):
         for fault in kinds:
           bench.fake.faults[route] = [None] * call + [fault]

@@ -15,6 +15,7 @@ from agentrl_jax.models.sharding import make_mesh, shardings
 from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer
 from agentrl_jax.transfer.push import sglang_publisher
 from agentrl_jax.transfer.report import State
+from agentrl_jax.transfer.transports.broadcast import SENDER, BroadcastTransport
 from agentrl_jax.transfer.transports.disk import DiskTransport
 from agentrl_jax.transfer.transports.tensor import DirectTransport, TensorTransport
 from tests.sglang_fixture import transformers_logp
@@ -67,13 +68,26 @@ def reference(python, model, weights, source, directory):
   return want
 
 
-@pytest.fixture(params=["disk", "tcp", "bucket", "direct"])
+@pytest.fixture(scope="module")
+def broadcast(sglang_python, tmp_path_factory):
+  """Its sender takes seconds to start, so it outlives the publishers that use it."""
+  root = tmp_path_factory.mktemp("broadcast")
+  transport = BroadcastTransport([sglang_python, SENDER], root=root, bucket_bytes=1 << 16)
+  close, transport.close = transport.close, lambda: None
+  yield transport
+  close()
+  assert list(root.iterdir()) == []
+
+
+@pytest.fixture(params=["disk", "tcp", "broadcast", "bucket", "direct"])
 def transport(request, tmp_path):
   # A bucket of 64 kB makes several requests of the tiny model.
   if request.param == "disk":
     return DiskTransport(tmp_path / "staging", bucket_bytes=1 << 16)
+  if request.param == "broadcast":
+    return request.getfixturevalue("broadcast")
   if request.param == "tcp":
-    return local(tmp_path / "received", connections=2, bucket_bytes=1 << 16)
+    return local(tmp_path / "received", owned=False, connections=2, bucket_bytes=1 << 16)
   if request.param == "direct":
     return DirectTransport(bucket_bytes=1 << 16)
   return TensorTransport(bucket_bytes=1 << 16)
@@ -152,6 +166,43 @@ def test_a_push_while_generating_marks_each_token(sglang_server, tiny_llama, tra
   assert spans[-1]["end"] == 400
 
 
+def test_a_sender_that_is_killed_fences_the_server_and_is_replaced(
+  sglang_server, sglang_python, tiny_llama, tmp_path, broadcast
+):  # W9, W28: SGLang gives the broken group up, and takes part in the next
+  model = load_model(tiny_llama)
+  weights = load_weights(model, tiny_llama)
+  last = changed(weights, seed=3)
+  publish(sglang_server, model, weights, 1, broadcast)
+  sender, sent = broadcast._senders[sglang_server.url], []
+  ask = sender.ask
+
+  def dying(**request):
+    sent.append(request)
+    if len(sent) == 2:
+      sender.kill()
+    ask(**request)
+
+  sender.ask = dying
+
+  async def main():
+    publisher = sglang_publisher(
+      model, [sglang_server.url], transport=broadcast, run_id="test", deadline=60
+    )
+    report = await publisher.publish(changed(weights, seed=2), 2)
+    assert report.state is State.FENCED, str(report)
+    assert f"{sglang_server.url}/update_weights_from_distributed" in report.message
+    await publisher.recover()
+    report = await publisher.publish(last, 3)
+    assert report.state is State.COMMITTED, str(report)
+    await publisher.close()
+
+  asyncio.run(main())
+  assert len(sent) == 2
+  got, _ = score(sglang_server)
+  want = reference(sglang_python, model, last, tiny_llama, tmp_path / "export")
+  np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
 @pytest.fixture(scope="module")
 def pair_server(sglang_python, tiny_llama, tmp_path_factory) -> Iterator[SGLangServer]:
   """The same model over two tensor-parallel ranks."""
@@ -166,13 +217,14 @@ def pair_server(sglang_python, tiny_llama, tmp_path_factory) -> Iterator[SGLangS
 
 
 @pytest.mark.slow
-def test_two_tensor_parallel_ranks(pair_server, sglang_python, tiny_llama, tmp_path):
+def test_two_tensor_parallel_ranks(pair_server, sglang_python, tiny_llama, broadcast, tmp_path):
   model = load_model(tiny_llama)
   original = load_weights(model, tiny_llama)
   transports = [
     DirectTransport(bucket_bytes=1 << 16),
     DiskTransport(tmp_path / "staging"),
     local(tmp_path / "received"),
+    broadcast,
     TensorTransport(bucket_bytes=1 << 16),
     DirectTransport(),
   ]

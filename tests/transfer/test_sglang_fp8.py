@@ -91,17 +91,22 @@ def write_checkpoint(tensors, directory):
   return directory
 
 
-@pytest.fixture(scope="module")
-def fp8_server(sglang_python, tmp_path_factory):
-  """A server of the quantised weights of seed 0, with the plug-in on its path."""
-  plugins = tmp_path_factory.mktemp("plugins")
-  shutil.copy(REFERENCE / "sglang_fp8_cpu.py", plugins)
-  info = plugins / "sglang_fp8_cpu-1.0.dist-info"
+def write_plugin(directory):
+  """What a server finds on its path: the module and its entry point."""
+  shutil.copy(REFERENCE / "sglang_fp8_cpu.py", directory)
+  info = directory / "sglang_fp8_cpu-1.0.dist-info"
   info.mkdir()
   (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-fp8-cpu\nVersion: 1.0\n")
   (info / "entry_points.txt").write_text(
     "[sglang.srt.plugins]\nfp8_cpu = sglang_fp8_cpu:register\n"
   )
+  return directory
+
+
+@pytest.fixture(scope="module")
+def fp8_server(sglang_python, tmp_path_factory):
+  """A server of the quantised weights of seed 0, with the plug-in on its path."""
+  plugins = write_plugin(tmp_path_factory.mktemp("plugins"))
   directory = write_checkpoint(offline(weights(0)), tmp_path_factory.mktemp("fp8"))
   log = tmp_path_factory.mktemp("log") / "server.log"
   with pytest.MonkeyPatch.context() as patch:

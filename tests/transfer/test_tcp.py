@@ -46,10 +46,10 @@ class Everywhere(dict):
     return self.address
 
 
-def local(root, **options):
-  """A transport to a receiver in this process, which its `close` ends."""
+def local(root, *, owned=True, **options):
+  """A transport to a receiver in this process, which its `close` ends if it is owned."""
   receiver = FileReceiver(root, TOKEN, stall_seconds=5.0)
-  transport = TcpTransport({}, TOKEN, process=receiver, **options)
+  transport = TcpTransport({}, TOKEN, process=receiver if owned else None, **options)
   transport.receivers = Everywhere(receiver.address)
   return transport
 

@@ -219,10 +219,12 @@ def test_auto_takes_the_fastest_that_works_and_says_why(tmp_path):
   assert not (tmp_path / "new").exists()
   assert str(choose(Servers([here, away], 1000))) == (
     f"transport bucket; disk needs servers on this machine, {away} is not; "
-    f"tcp: {here} has no receiver; direct gains nothing over bucket with one rank"
+    f"tcp: {here} has no receiver; "
+    "broadcast is taken only by name: a server that cannot reach this machine hangs; "
+    "direct gains nothing over bucket with one rank"
   )
   many = choose(Servers([away], 1000, ranks=8))
-  assert (many.transport.name, len(many.passed_over)) == ("direct", 2)
+  assert (many.transport.name, len(many.passed_over)) == ("direct", 3)
   full = choose(Servers([here], 1 << 60, ranks=2))
   assert full.transport.name == "direct"
   assert f"{tmp_path} has" in full.passed_over[0]

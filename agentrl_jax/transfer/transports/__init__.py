@@ -43,8 +43,8 @@ class Transport(Protocol):
 
 @runtime_checkable
 class Delivers(Protocol):
-  """A transport that brings bytes near a server before it pauses; `send` then only loads them."""
+  """A transport that does something for a server before it pauses, so that it is idle for less."""
 
-  async def deliver(self, staged: Staged, peer: Control, version: int) -> None:
-    """Raises CallError; nothing has changed on the server then."""
+  async def deliver(self, staged: Staged, peer: Control, version: int) -> int:
+    """Returns the bytes that it moved. Raises CallError; nothing has changed on the server then."""
     ...

@@ -90,6 +90,7 @@ def fastest(
       passed.append(f"tcp: {reason}")
     else:
       return Choice(TcpTransport(receivers or {}, _token()), tuple(passed))
+    passed.append("broadcast is taken only by name: a server that cannot reach this machine hangs")
     if servers.ranks > 1:
       return Choice(DirectTransport(), tuple(passed))
     passed.append("direct gains nothing over bucket with one rank")

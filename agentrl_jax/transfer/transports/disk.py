@@ -86,6 +86,11 @@ class DiskTransport:
       partial.rename(directory)
     await load_files(peer, str(directory))
 
+  def files(self, key: str) -> list[Path]:
+    """The round's files, in the order of the plan's buckets."""
+    partial = self._directory(key, partial=True)
+    return sorted((partial if partial.exists() else self._directory(key)).iterdir())
+
   def release(self, key: str) -> None:
     """Removes the round's files, complete or not."""
     for partial in (True, False):

@@ -61,7 +61,7 @@ class TcpTransport:
     del key
     return allocate(plan)
 
-  async def deliver(self, staged: Staged, peer: Control, version: int) -> None:
+  async def deliver(self, staged: Staged, peer: Control, version: int) -> int:
     """Brings all buckets to the receiver, which checks them. The server goes on meanwhile.
 
     Raises:
@@ -79,6 +79,7 @@ class TcpTransport:
     except BaseException:  # cancelled too: the thread ends when its connections do
       link.close()
       raise
+    return staged.plan.nbytes
 
   async def send(self, staged: Staged, peer: Control, ranks: int) -> None:
     """Has the server load what its receiver holds; every rank slices what it needs."""

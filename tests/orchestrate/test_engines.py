@@ -1,0 +1,79 @@
+"""How a run chooses the way of its weights, and a server that starts without any."""
+
+import asyncio
+
+import fiddle as fdl
+import pytest
+from fiddle.experimental import serialization
+
+from agentrl_jax.models.hf import save_weights
+from agentrl_jax.orchestrate import engines
+from agentrl_jax.orchestrate.engines import EngineContext
+from agentrl_jax.rollout.engine import SamplingParams
+from agentrl_jax.transfer.quantize import FNUZ, OCP
+from agentrl_jax.transfer.report import State
+from agentrl_jax.transfer.transports.auto import Servers
+from configs import quickstart, use_fp8, use_sglang, use_transport
+from configs.engines import TRANSPORTS
+from tests.transfer.test_sglang_fp8 import MODEL, PROMPT, weights, write_plugin
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_transport_is_part_of_the_configuration(name, sglang_python):
+  config = quickstart()
+  use_sglang(config)
+  use_transport(config, name)
+  again = serialization.load_json(serialization.dump_json(config))
+  assert fdl.build(again).engine
+  choice = fdl.build(again.engine.transport)(Servers(["http://127.0.0.1:1"], 1000))
+  assert choice.transport.name == ("disk" if name == "auto" else name)
+  choice.transport.close()
+
+
+def test_what_cannot_be_is_refused_before_anything_starts():
+  config = quickstart()
+  with pytest.raises(
+    ValueError, match=r"a transport is for a SGLang server, the engine is .*embed"
+  ):
+    use_transport(config, "disk")
+  with pytest.raises(ValueError, match="FP8 is for a SGLang server"):
+    use_fp8(config)
+  use_sglang(config)
+  with pytest.raises(ValueError, match="no transport 'pigeon'; there are auto, disk"):
+    use_transport(config, "pigeon")
+  with pytest.raises(ValueError, match=r"quantization is .*fnuz"):
+    engines.sglang(quantization=FNUZ)
+  with pytest.raises(ValueError, match="dtype is 'float32', a server of FP8 weights computes in"):
+    engines.sglang(quantization=OCP)
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+def test_a_server_of_fp8_gets_all_weights_by_its_first_push(
+  sglang_python, tmp_path, monkeypatch
+):  # and its own checksums say so, as after every push
+  plugins = tmp_path / "plugins"
+  plugins.mkdir()
+  monkeypatch.setenv("PYTHONPATH", str(write_plugin(plugins)))
+  save_weights(MODEL, weights(0), tmp_path / "model")
+  said = []
+  context = EngineContext(
+    MODEL, weights(1), 0, tmp_path / "model", tmp_path / "run", 64, 0, said.append
+  )
+
+  async def main():
+    open_engine = engines.sglang(dtype="bfloat16", quantization=OCP, start_seconds=600)
+    host = await open_engine(context)
+    try:
+      assert said == ["transport disk"]
+      assert await host.engine.version() == 0
+      sampled = await host.engine.generate("a", PROMPT, SamplingParams(4, ()))
+      assert list(sampled.version) == [0] * len(sampled.ids)
+      report = await host.publisher.publish(weights(2), 1)
+      assert report.state is State.COMMITTED, str(report)
+      await host.revive(weights(2), 1)
+      assert await host.engine.version() == 1
+    finally:
+      await host.close()
+
+  asyncio.run(main())
