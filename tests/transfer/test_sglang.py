@@ -179,7 +179,7 @@ def test_a_sender_that_is_killed_fences_the_server_and_is_replaced(
   def dying(**request):
     sent.append(request)
     if len(sent) == 2:
-      sender.kill()
+      sender._process.kill()
     ask(**request)
 
   sender.ask = dying

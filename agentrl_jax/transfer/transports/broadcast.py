@@ -164,7 +164,7 @@ class _Sender:
   def ask(self, **request: Any) -> None:
     """Writes one request. A sender that is gone is noticed by the answer."""
     assert self._process.stdin is not None
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
       self._process.stdin.write(json.dumps(request) + "\n")
       self._process.stdin.flush()
 
@@ -180,7 +180,7 @@ class _Sender:
     try:
       said = json.loads(reading.result())
     except ValueError:
-      said = {"error": f"it ended with exit code {self._process.wait()}: {self._last_words()}"}
+      said = {"error": f"it ended: {self._last_words()}"}
     if field not in said:
       raise CallError("refused", f"{self.peer.url}: the sender: {said.get('error', said)}")
     return said
