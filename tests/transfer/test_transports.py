@@ -5,6 +5,7 @@ import base64
 import io
 import json
 import os
+import socket
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +22,8 @@ from agentrl_jax.transfer.layout import assembly
 from agentrl_jax.transfer.plan import plan, whole, with_dtypes
 from agentrl_jax.transfer.quantize import OCP
 from agentrl_jax.transfer.stage import Staged, source_layout, stage
-from agentrl_jax.transfer.transports.auto import Servers, fastest
+from agentrl_jax.transfer.transports import auto
+from agentrl_jax.transfer.transports.auto import Servers
 from agentrl_jax.transfer.transports.disk import DiskTransport
 from agentrl_jax.transfer.transports.pickled import flattened_bucket
 from agentrl_jax.transfer.transports.tensor import DirectTransport, TensorTransport, _Body
@@ -211,21 +213,29 @@ def test_a_bucket_that_would_kill_the_server_is_not_sent():
     flattened_bucket([entries[0]._replace(part=(0, 2))], bucket.nbytes)
 
 
-def test_auto_takes_the_fastest_that_works_and_says_why(tmp_path):
+def test_auto_takes_the_fastest_that_works_and_says_why(tmp_path, monkeypatch):
+  monkeypatch.setattr(auto, "why_not", lambda: "no NIXL here")
   here, away = "http://127.0.0.1:1", "http://192.0.2.7:1"  # TEST-NET-1, RFC 5737
-  choose = fastest(tmp_path / "new")
+  choose = auto.fastest(tmp_path / "new")
   disk = choose(Servers([here, "http://[::1]:2"], 1000))
-  assert (disk.transport.name, str(disk)) == ("disk", "transport disk")
+  assert (disk.transport.name, str(disk)) == ("disk", "transport disk; nixl: no NIXL here")
   assert not (tmp_path / "new").exists()
   assert str(choose(Servers([here, away], 1000))) == (
-    f"transport bucket; disk needs servers on this machine, {away} is not; "
+    f"transport bucket; nixl: no NIXL here; disk needs servers on this machine, {away} is not; "
     f"tcp: {here} has no receiver; "
     "broadcast is taken only by name: a server that cannot reach this machine hangs; "
     "direct gains nothing over bucket with one rank"
   )
   many = choose(Servers([away], 1000, ranks=8))
-  assert (many.transport.name, len(many.passed_over)) == ("direct", 3)
+  assert (many.transport.name, len(many.passed_over)) == ("direct", 4)
   full = choose(Servers([here], 1 << 60, ranks=2))
   assert full.transport.name == "direct"
-  assert f"{tmp_path} has" in full.passed_over[0]
-  assert "a push needs 1152921504607 MB" in full.passed_over[0]
+  assert f"{tmp_path} has" in full.passed_over[1]
+  assert "a push needs 1152921504607 MB" in full.passed_over[1]
+  monkeypatch.setattr(auto, "why_not", lambda: "")
+  assert f"nixl: {here} has no window" in str(choose(Servers([here], 1000)))
+  with socket.create_server(("127.0.0.1", 0)) as window:
+    choose = auto.fastest(windows={here: f"127.0.0.1:{window.getsockname()[1]}"})
+    assert "nixl: $AGENTRL_TRANSFER_TOKEN is empty" in str(choose(Servers([here], 1000)))
+    monkeypatch.setenv("AGENTRL_TRANSFER_TOKEN", "secret")
+    assert str(choose(Servers([here], 1000))) == "transport nixl"

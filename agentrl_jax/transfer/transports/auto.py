@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from agentrl_jax.transfer.receive import TOKEN, ReceiverProcess
 from agentrl_jax.transfer.transports import Transport
 from agentrl_jax.transfer.transports.disk import DiskTransport
+from agentrl_jax.transfer.transports.nixl import NixlTransport, why_not
 from agentrl_jax.transfer.transports.tcp import TcpTransport
 from agentrl_jax.transfer.transports.tensor import DirectTransport, TensorTransport
 
@@ -65,28 +66,40 @@ def tcp(receivers: Mapping[str, str] | None = None) -> Choose:
   return choose
 
 
+def nixl(windows: Mapping[str, str]) -> Choose:
+  """One-sided writes into the windows HOST:PORT by server URL, with $AGENTRL_TRANSFER_TOKEN."""
+  return lambda servers: Choice(NixlTransport(windows, _token()), ())
+
+
 def fastest(
-  root: str | os.PathLike[str] = "/dev/shm/agentrl", receivers: Mapping[str, str] | None = None
+  root: str | os.PathLike[str] = "/dev/shm/agentrl",
+  receivers: Mapping[str, str] | None = None,
+  windows: Mapping[str, str] | None = None,
 ) -> Choose:
-  """From fast to slow: files in shared memory, connections to receivers, each rank's own parameters
-  in requests, whole buckets in requests.
+  """From fast to slow: one-sided writes, files in shared memory, connections to receivers, each
+  rank's own parameters in requests, whole buckets in requests.
 
   With one rank `direct` moves what `bucket` does and only costs more here, so it is passed over.
 
   Args:
     root: where `disk` would put its files.
     receivers: as of `tcp`.
+    windows: as of `nixl`.
   """
 
   def choose(servers: Servers) -> Choice:
     passed = []
+    if reason := why_not() or _silent(servers.urls, windows or {}, "window"):
+      passed.append(f"nixl: {reason}")
+    else:
+      return Choice(NixlTransport(windows or {}, _token()), ())
     if away := _away(servers.urls):
       passed.append(f"disk needs servers on this machine, {away} is not")
     elif reason := _unfit(Path(root), servers.nbytes):
       passed.append(f"disk: {reason}")
     else:
-      return Choice(DiskTransport(root), ())
-    if reason := _silent(servers.urls, receivers or {}):
+      return Choice(DiskTransport(root), tuple(passed))
+    if reason := _silent(servers.urls, receivers or {}, "receiver"):
       passed.append(f"tcp: {reason}")
     else:
       return Choice(TcpTransport(receivers or {}, _token()), tuple(passed))
@@ -104,16 +117,16 @@ def _away(urls: Sequence[str]) -> str:
   return next((url for url in urls if not _here(url)), "")
 
 
-def _silent(urls: Sequence[str], receivers: Mapping[str, str]) -> str:
-  """Why the receivers do not do, or ""."""
+def _silent(urls: Sequence[str], places: Mapping[str, str], what: str) -> str:
+  """Why the receivers or windows at `places` do not do, or ""."""
   for url in urls:
-    if url not in receivers:
-      return f"{url} has no receiver"
-    host, _, port = receivers[url].rpartition(":")
+    if url not in places:
+      return f"{url} has no {what}"
+    host, _, port = places[url].rpartition(":")
     try:
       socket.create_connection((host.strip("[]"), int(port)), 5.0).close()
     except (OSError, ValueError) as error:
-      return f"receiver {receivers[url]} of {url}: {error}"
+      return f"{what} {places[url]} of {url}: {error}"
   return "" if os.environ.get(TOKEN) else f"${TOKEN} is empty"
 
 
