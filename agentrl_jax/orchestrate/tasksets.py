@@ -8,6 +8,7 @@ from pathlib import Path
 
 from agentrl_jax.envs import calculator as calculator_env
 from agentrl_jax.envs import gsm8k as gsm8k_env
+from agentrl_jax.envs import ledger as ledger_env
 from agentrl_jax.envs import turn_chain as turn_chain_env
 from agentrl_jax.envs.datasets import TaskSource, store_tasks
 from agentrl_jax.orchestrate.experiment import Taskset
@@ -160,6 +161,36 @@ def turn_chain(
     held_out=turn_chain_env.make_tasks("held_out", held_out_tasks, family=family),
     renderer=renderer,
     combine=turn_chain_env.combine,
+  )
+
+
+def ledger(
+  *, train_tasks: int = 256, held_out_tasks: int = 128, first_seed: int = 0, seed: int = 0
+) -> Taskset:
+  """Running sums modulo 10, with a wrong rule to unlearn; no instance is in train and held-out.
+
+  Args:
+    train_tasks: training tasks, visited again and again.
+    held_out_tasks: held-out tasks.
+    first_seed: of the training tasks, so that demonstrations can be of others.
+    seed: of the order of training tasks.
+  """
+
+  def renderer(directory: Path) -> Renderer:
+    return SymbolRenderer(
+      ledger_env.SYMBOLS,
+      end=ledger_env.END,
+      read=ledger_env.read_words,
+      write=ledger_env.write_words,
+      vocab_size=_vocab_size(directory),
+    )
+
+  return Taskset(
+    build=ledger_env.build,
+    train=TaskSource(ledger_env.make_tasks("train", train_tasks, first_seed=first_seed), seed),
+    held_out=ledger_env.make_tasks("held_out", held_out_tasks),
+    renderer=renderer,
+    combine=ledger_env.combine,
   )
 
 
