@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from agentrl_jax.models.model import Weights
@@ -79,3 +80,23 @@ def with_critic(
   For runs whose algorithm needs values: without a critic there is nothing to partition.
   """
   return optax.partition({"actor": actor, "critic": critic}, ("actor", "critic"))
+
+
+def with_rate(
+  make: Callable[[float], optax.GradientTransformation], learning_rate: float
+) -> optax.GradientTransformation:
+  """`make(learning_rate)` whose learning rate is part of its state, for `set_rate`."""
+  made = optax.inject_hyperparams(lambda learning_rate: make(learning_rate))
+  return made(learning_rate=learning_rate)
+
+
+def set_rate(opt_state: Any, learning_rate: float) -> Any:
+  """The state of a `with_rate` optimizer with another learning rate from the next update on.
+
+  Raises ValueError for another optimizer's.
+  """
+  known = getattr(opt_state, "hyperparams", {})
+  if "learning_rate" not in known:
+    raise ValueError(f"{type(opt_state).__name__} holds no learning rate, expected with_rate's")
+  rate = jax.device_put(np.float32(learning_rate), known["learning_rate"].sharding)
+  return opt_state._replace(hyperparams={**known, "learning_rate": rate})

@@ -52,6 +52,7 @@ class Readiness:
 
   problems: Mapping[str, Evidence] = dataclasses.field(default_factory=dict)
   recent: tuple[float, ...] = ()
+  opened: bool = False  # the mean error has been small enough once
   window: int = 5
   most_global: float = 0.20
   most_local: float = 0.18
@@ -61,7 +62,7 @@ class Readiness:
     evidence = self.problems.get(problem, Evidence())
     if evidence.ready:
       return None
-    if len(self.recent) < self.window or np.mean(self.recent) >= self.most_global:
+    if not self._small():
       return "global error"
     if evidence.error >= self.most_local:
       return "own error"
@@ -72,6 +73,10 @@ class Readiness:
   def ready(self, problem: str) -> bool:
     """Whether continuations of the problem may be scored by the critic. Once ready, always."""
     return self.why_not(problem) is None
+
+  def _small(self) -> bool:
+    """Whether the last complete steps are enough, and their mean error small."""
+    return len(self.recent) == self.window and float(np.mean(self.recent)) < self.most_global
 
   def after_step(
     self,
@@ -97,6 +102,7 @@ class Readiness:
     if errors:
       recent = (*recent, float(np.mean(errors)))[-self.window :]
     state = dataclasses.replace(self, problems=problems, recent=recent)
+    state = dataclasses.replace(state, opened=self.opened or state._small())
     latched = {n: dataclasses.replace(e, ready=state.ready(n)) for n, e in problems.items()}
     return dataclasses.replace(state, problems=latched)
 
@@ -143,15 +149,19 @@ class RateController:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeCost:
-  """Decoding FLOPs of a dense transformer: `per_token` + `per_pair` for each earlier position."""
+  """FLOPs of a dense transformer: `per_token` + `per_pair` for each earlier position."""
 
   per_token: int
   per_pair: int
 
   def __call__(self, prefix: int, generated: int) -> int:
-    """Of `generated` tokens after `prefix` (prompt and replay); the first comes from prefill."""
-    m = max(generated - 1, 0)
-    return self.per_token * m + self.per_pair * (m * prefix + m * (m + 1) // 2)
+    """Of decoding `generated` tokens after `prefix` (prompt, replay); prefill gives the first."""
+    return self.forward(max(generated - 1, 0), prefix)
+
+  def forward(self, tokens: int, prefix: int = 0) -> int:
+    """Of one pass over `tokens` that attend to themselves, one another and a `prefix`."""
+    pairs = tokens * prefix + tokens * (tokens + 1) // 2
+    return self.per_token * tokens + self.per_pair * pairs
 
 
 def decode_cost(

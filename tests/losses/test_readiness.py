@@ -71,6 +71,16 @@ def test_readiness_needs_all_four_conditions_and_is_never_lost():
   assert state.why_not("b") == "global error"
 
 
+def test_the_mean_error_once_small_is_remembered():
+  state = Readiness()
+  for _ in range(4):
+    state = step(state, 0.1)
+  assert not state.opened, "five complete steps are needed"
+  state = step(state, 0.1)
+  assert state.opened and state.why_not("a") == "never solved"
+  assert step(state, 0.9).opened and step(state, 0.9).why_not("a") == "global error"
+
+
 def test_each_condition_is_named():
   warm = Readiness(recent=(0.1,) * 5)
   assert warm.why_not("a") == "own error"
@@ -113,4 +123,6 @@ def test_decoding_cost_of_qwen3_4b():
   )
   assert (cost.per_token, cost.per_pair) == (8_044_544_000, 589_824)
   assert cost(100, 1) == 0
+  assert cost.forward(3) == 3 * 8_044_544_000 + (1 + 2 + 3) * 589_824
+  assert cost.forward(2, 5) == 2 * 8_044_544_000 + (6 + 7) * 589_824
   assert cost(2048, 10001) == pytest.approx(1.2202e14, rel=1e-4)

@@ -126,7 +126,8 @@ TABLE = {
     ("if evidence.error >= self.most_local:", "if evidence.error > self.most_local:"),
     ("moved = self.offset + self.step * float(np.sign(self.target - entropy))", "moved = self.offset + self.step * float(np.sign(entropy - self.target))"),
     ("error = abs(guess - target) if np.isfinite(guess) else 1.0", "error = abs(guess - target) if np.isfinite(guess) else 0.0"),
-    ("return self.per_token * m + self.per_pair * (m * prefix + m * (m + 1) // 2)", "return self.per_token * m + self.per_pair * (m * prefix + m * m // 2)"),
+    ("pairs = tokens * prefix + tokens * (tokens + 1) // 2", "pairs = tokens * prefix + tokens * tokens // 2"),
+    ("opened=self.opened or state._small()", "opened=state._small()"),
   ]),
   f"{LOSSES}/replay.py": ("tests/losses/test_replay.py", [
     ("return dataclasses.replace(self, stored=(*self.stored, *fresh)[-self.capacity :])", "return dataclasses.replace(self, stored=(*self.stored, *fresh)[: self.capacity])"),
