@@ -18,7 +18,7 @@ from experiments.ac2.memory import Pair
 from experiments.ac2.plan import Run
 from experiments.ac2.starts import Start, new_ids, response
 
-ROW = 256  # positions of a row of lessons
+ROW = 128  # positions of a row of lessons
 LONGEST = (
   58  # of a lesson: 13 numbers, reference 1 + 18, ?, prefix 19, left, VALUE, answer 2, spare
 )
