@@ -1,5 +1,6 @@
 """What training changes, born under its sharding: shapes first, then shardings, then memory."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,10 @@ def make_state(
       is_leaf=is_spec,
     )
     own = placed.critic.trunk
-    values = placed.critic.replace(
-      head=jax.device_put(head, placed.critic.head), trunk=None if own is None else trunk(own)
+    values = dataclasses.replace(
+      placed.critic,
+      head=jax.device_put(head, placed.critic.head),
+      trunk=None if own is None else trunk(own),
     )
   start = jax.jit(
     lambda *both: _fresh(optimizer, *both), donate_argnums=(0, 1), out_shardings=placed

@@ -8,7 +8,7 @@ read, so a model is never in memory twice.
 import json
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -125,7 +125,7 @@ def save_weights(
     (partial / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 
-def _require_finite(model: Model, arrays: list[jax.Array], files: TensorFiles) -> None:
+def _require_finite(model: Model, arrays: Sequence[jax.Array], files: TensorFiles) -> None:
   """Looks where the arrays lie; only an array that is not finite is looked for in the files."""
   finite = jax.jit(lambda found: [jnp.isfinite(x).all() for x in found])(arrays)
   for (spec, rule), whole in zip(pairs(model), finite, strict=True):

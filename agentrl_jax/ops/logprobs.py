@@ -124,7 +124,8 @@ class _Parts:
   def axes(self) -> tuple[Any, Any]:
     """Mesh axes of rows and of columns."""
     named = () if self.spread is None else tuple(self.spread.spec)
-    return (*named, None, None)[:2]
+    rows, columns, *_ = *named, None, None
+    return rows, columns
 
   def cut(self, x: Array) -> Array:
     """[B C ...] to [R b S c ...]."""
