@@ -186,10 +186,10 @@ TABLE = {
   ]),
   f"{OPS}/logprobs.py": ("tests/ops/test_logprobs.py", [
     ("source = jnp.maximum(take - 1, 0)", "source = take"),
-    ("d_logits = jnp.where(take(valid)[..., None], d_logits, 0.0) / np.float32(temperature)", "d_logits = jnp.where(take(valid)[..., None], d_logits, 0.0)"),
+    ("d_logits = jnp.where(each(valid), d_logits, 0.0) / np.float32(temperature)", "d_logits = jnp.where(each(valid), d_logits, 0.0)"),
     ("return (sample >= 0) & (sample == before)", "return sample >= 0"),
-    ("g + h * (log_p + take(entropy)[..., None])", "g + h * (log_p - take(entropy)[..., None])"),
-    ("picked = jnp.where(valid[..., None], picked, jnp.zeros((), picked.dtype))", "picked = picked * jnp.ones((), picked.dtype)"),
+    ("(g + h * (log_p + each(entropy)))", "(g + h * (log_p - each(entropy)))"),
+    ("parts.cut(jnp.where(valid[..., None], picked, jnp.zeros((), picked.dtype)))", "parts.cut(picked)"),
   ]),
 }  # fmt: skip
 
