@@ -145,6 +145,15 @@ def test_observations_are_told_apart(seed):
   assert len({next(iter(found)) for found in seen.values()}) == len(seen)
 
 
+@seeds
+def test_a_stream_that_continues_none_observes_the_same(seed):
+  """Its own id as its parent says the same as no parents at all."""
+  _, packed = case(seed)
+  alone = packed.batch.replace(parent=packed.batch.sample)
+  for ours, theirs in zip(observation_before(alone), observation_before(packed.batch), strict=True):
+    np.testing.assert_array_equal(ours, theirs)
+
+
 @scales
 @seeds
 def test_gae(scale, seed):

@@ -29,7 +29,7 @@ TABLE = {
     ("return jnp.maximum(count - 1.0, 1.0) / jnp.maximum(count, 1.0)", "return jnp.maximum(count, 1.0) / jnp.maximum(count - 1.0, 1.0)"),
     ("return jnp.where(mean > 0, mean, 1.0)", "return jnp.where(mean > 0, 1.0, mean)"),
     ("freedom = each(count - 1.0)", "freedom = each(count)"),
-    ("ids = jnp.where(valid, label, size)", "ids = jnp.where(valid, label, 0)"),
+    ("mean = over(x) / jnp.maximum(count, 1.0)", "mean = over(x) / jnp.maximum(count - 1.0, 1.0)"),
     ("sums = reverse_recurrence(reward[order], jnp.where(ended, 0.0, gamma))", "sums = reverse_recurrence(reward[order], jnp.where(ended, gamma, gamma))"),
     ("variance = jnp.square(centred).sum() / jnp.maximum(count - 1.0, 1.0)", "variance = jnp.square(centred).sum() / count"),
     ("return Credit(-k1(delta))", "return Credit(k1(delta))"),
