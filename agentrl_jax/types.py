@@ -48,6 +48,20 @@ class TrajectoryBatch:
   traj_group: Int[Array, "R"]  # -1 on padding and on unscored (faulted) trajectories
   traj_truncated: Bool[Array, "R"]  # cut by a limit: bootstrap from its sentinel; terminated: not
   parent: Int[Array, "B T"] | None = None  # the stream a sample continues; its own id where none
+  # Experts that the engine's L routers took for the token, -1 where none is told: replayed.
+  experts: Int[Array, "B T L K"] | None = None
+
+
+@flax.struct.dataclass
+class RouterSums:
+  """What a model's L routers did, summed over the positions that are not padding: sums of
+  micro-batches add up to those of the batch. E experts.
+  """
+
+  assigned: Float[Array, "L E"]  # times an expert was chosen; a constant for gradients
+  probability: Float[Array, "L E"]  # what the router gave it, over all experts summing to one
+  squared_log_total: Float[Array, "L"]  # logsumexp(logits)^2
+  tokens: Float[Array, "L"]
 
 
 @flax.struct.dataclass
@@ -62,6 +76,7 @@ class Aux:
   value: Float[Array, "B T"] | None = None
   clip_high: Float[Array, ""] | None = None  # this step's upper clip, where a controller moves it
   explained: Float[Array, ""] | None = None  # most of the targets' variance in a step before this
+  routers: RouterSums | None = None  # of the whole batch, by the policy at the start of the step
 
 
 @flax.struct.dataclass
@@ -72,18 +87,7 @@ class PolicyEval:
   entropy: Float[Array, "B T"]
   value: Float[Array, "B T"] | None = None
   value_logits: Float[Array, "B T K"] | None = None  # of a categorical critic's K bins
-
-
-@flax.struct.dataclass
-class RouterSums:
-  """What a model's L routers did, summed over the positions that are not padding: sums of
-  micro-batches add up to those of the batch. E experts.
-  """
-
-  assigned: Float[Array, "L E"]  # times an expert was chosen; a constant for gradients
-  probability: Float[Array, "L E"]  # what the router gave it, over all experts summing to one
-  squared_log_total: Float[Array, "L"]  # logsumexp(logits)^2
-  tokens: Float[Array, "L"]
+  routers: RouterSums | None = None  # of a mixture of experts
 
 
 @flax.struct.dataclass
@@ -128,5 +132,5 @@ class Algorithm(NamedTuple):
   advantage: AdvantageFn
   weight: WeightFn
   loss: LossFn
-  needs: frozenset[str] = frozenset()  # subset of {"ref_logp", "value"}
+  needs: frozenset[str] = frozenset()  # subset of {"ref_logp", "value", "routers"}
   checks: tuple[CheckFn, ...] = ()

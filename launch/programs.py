@@ -17,18 +17,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from agentrl_jax.analysis.planning.jaxpr_cost import known_leaves
 from agentrl_jax.analysis.planning.traced import Run, Traced
 from agentrl_jax.learner.evaluate import make_evaluate
-from agentrl_jax.learner.rows import rows_per_micro_batch
+from agentrl_jax.learner.rows import goes_whole, rows_per_micro_batch
 from agentrl_jax.learner.state import abstract_state
 from agentrl_jax.learner.step import make_prepare, make_step
-from agentrl_jax.models.model import Model, unstack
+from agentrl_jax.models.model import Model, cast, unstack
 from agentrl_jax.models.sharding import batch_sharding, replicated
 from agentrl_jax.orchestrate.experiment import Experiment
 from agentrl_jax.orchestrate.pack import bucket
-from agentrl_jax.orchestrate.run import critic_of
+from agentrl_jax.orchestrate.run import algorithm_of, critic_of
 from agentrl_jax.sampler.placement import cache_sharding
 from agentrl_jax.sampler.programs import RowState, make_programs
 from agentrl_jax.sampler.schedule import default_buckets
-from agentrl_jax.types import Aux, TrajectoryBatch
+from agentrl_jax.types import Algorithm, Aux, PolicyEval, TrajectoryBatch
 
 PROGRAMS = ("evaluate", "step", "prefill", "decode")
 
@@ -55,11 +55,13 @@ def trace_run(experiment: Experiment, model: Model, mesh: Mesh, sampler: Sampler
   options = {"temperature": experiment.temperature, "dtype": jnp.dtype(experiment.dtype)}
   rows = experiment.batch.micro_rows
   evaluate = make_evaluate(model, mesh, rows=rows, **options)
+  algorithm = algorithm_of(experiment.algorithm, experiment.routers, model)
   update = make_step(
-    model, experiment.optimizer, experiment.algorithm, mesh, micro_rows=rows, critic=critic,
-    remat=experiment.remat, **options,
+    model, experiment.optimizer, algorithm, mesh, micro_rows=rows, critic=critic,
+    remat=experiment.remat, correction_rate=experiment.routers.correction_rate, **options,
   )  # fmt: skip
-  loss_batch = _loss_batch(experiment, batch)
+  old = jax.eval_shape(evaluate, state.weights, shaped, state.critic)
+  loss_batch = _loss_batch(experiment, algorithm, batch, old)
   full = jax.tree.map(lambda x: np.ones(x.shape, np.float32), loss_batch.weight)
   known_loss = dataclasses.replace(loss_batch, traj=batch, weight=full)
   if loss_batch.credit.value_weight is not None:
@@ -139,27 +141,33 @@ def full_batch(experiment: Experiment, mesh: Mesh) -> TrajectoryBatch:
   return TrajectoryBatch(**fields)
 
 
-def _loss_batch(experiment: Experiment, batch: TrajectoryBatch) -> Any:
+def _loss_batch(
+  experiment: Experiment, algorithm: Algorithm, batch: TrajectoryBatch, old: PolicyEval
+) -> Any:
   per_token = jax.ShapeDtypeStruct(batch.tokens.shape, jnp.float32)
-  needs = experiment.algorithm.needs
+  needs = algorithm.needs
   aux = Aux(
     old_logp=per_token,  # pyright: ignore
     ref_logp=per_token if "ref_logp" in needs else None,  # pyright: ignore
     value=per_token if "value" in needs else None,  # pyright: ignore
     clip_high=None if experiment.clip is None else jax.ShapeDtypeStruct((), jnp.float32),  # pyright: ignore
+    routers=old.routers,
   )
-  return jax.eval_shape(make_prepare(experiment.algorithm), batch, aux)
+  return jax.eval_shape(make_prepare(algorithm), batch, aux)
 
 
 def _shaped(tree: Any, mesh: Mesh) -> Any:
-  """Shapes on the mesh: [B T] arrays as the batch lies, the rest everywhere."""
-  by_rank = {2: batch_sharding(mesh)}
+  """Shapes on the mesh: [B T ...] arrays as the batch lies, the rest everywhere."""
 
-  def shape(x: Any) -> jax.ShapeDtypeStruct:
-    sharding = by_rank.get(len(x.shape), replicated(mesh))
+  def shape(x: Any) -> Any:
+    if goes_whole(x):
+      return jax.tree.map(lambda part: place(part, replicated(mesh)), x)
+    return place(x, replicated(mesh) if len(x.shape) < 2 else batch_sharding(mesh))
+
+  def place(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-  return jax.tree.map(shape, tree)
+  return jax.tree.map(shape, tree, is_leaf=goes_whole)
 
 
 def _sampler_programs(
@@ -169,11 +177,7 @@ def _sampler_programs(
   context, slots = experiment.limits.context_tokens, sampler.slots
   buckets = default_buckets(slots, context)
   dtype = jnp.dtype(sampler.dtype)
-  own = jax.eval_shape(unstack, weights)
-  own = own.replace(
-    **{f.name: getattr(weights, f.name) for f in dataclasses.fields(own) if f.name != "layers"},
-    layers=tuple(jax.tree.map(_one_layer, weights.layers) for _ in own.layers),
-  )
+  own = _sampler_weights(weights, dtype)
   empty = jax.eval_shape(lambda: model.init_cache(slots, context, dtype))
   placed = cache_sharding(weights, empty)
   cache = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), empty)
@@ -209,6 +213,25 @@ def _sampler_programs(
     ),
   ]  # fmt: skip
   return made, {"sampler weights": bytes_a_device(own), "sampler cache": bytes_a_device(cache)}
+
+
+def _sampler_weights(weights: Any, dtype: Any) -> Any:
+  """What `placement.own_copy` makes of the weights, as shapes that lie as the weights do."""
+  own = jax.eval_shape(lambda w: unstack(cast(w, dtype)), weights)
+  stacks = {f.name for f in dataclasses.fields(own) if isinstance(getattr(own, f.name), tuple)}
+
+  def placed(name: str) -> Any:
+    given, made = getattr(weights, name), getattr(own, name)
+    if name not in stacks:
+      return jax.tree.map(_like, given, made)
+    one = jax.tree.map(_one_layer, given)
+    return tuple(jax.tree.map(_like, one, layer) for layer in made)
+
+  return own.replace(**{f.name: placed(f.name) for f in dataclasses.fields(own)})
+
+
+def _like(given: jax.ShapeDtypeStruct, made: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=given.sharding)
 
 
 def _one_layer(stacked: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

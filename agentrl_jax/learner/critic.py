@@ -3,14 +3,15 @@
 V[t] is of the state before token t, so it is read from the hidden state of the position before.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from agentrl_jax.learner.forward import Forward
 from agentrl_jax.losses.values import expected_value
 from agentrl_jax.models.heads import (
   CategoricalHead,
@@ -20,8 +21,7 @@ from agentrl_jax.models.heads import (
   value,
   value_logits,
 )
-from agentrl_jax.models.model import Model, Weights
-from agentrl_jax.models.remat import Remat, save_everything
+from agentrl_jax.models.model import Model, Weights, cast
 from agentrl_jax.ops.logprobs import previous
 from agentrl_jax.types import TrajectoryBatch
 
@@ -66,31 +66,19 @@ def categorical(*, low: float, high: float, bins: int = 51, own: bool = False) -
   return make
 
 
-def hidden_states(
-  model: Model, weights: Weights, traj: TrajectoryBatch, *, dtype: DTypeLike, remat: Remat
-) -> Float[Array, "B T D"]:
-  """The model's hidden states of a packed batch, before the head."""
-  # Not every family has layers to transform.
-  options = {} if remat is save_everything else {"remat": remat}
-  return model.forward(
-    weights, traj.tokens, traj.sample, traj.position, parent=traj.parent, dtype=dtype, **options
-  )
-
-
 def values(
-  model: Model,
+  forward: Forward,
   critic: Critic,
   hidden: Float[Array, "B T D"],
   traj: TrajectoryBatch,
   dtype: DTypeLike,
-  remat: Remat = save_everything,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T K"] | None]:
   """V of the state before each token of a trajectory, 0 elsewhere, and a categorical head's logits;
   float32.
   """
   if critic.trunk is not None:
-    trunk = jax.tree.map(lambda w: w.astype(dtype), critic.trunk)
-    hidden = hidden_states(model, trunk, traj, dtype=dtype, remat=remat)
+    own = dataclasses.replace(traj, experts=None)  # what is told is of the policy's routers
+    hidden, _ = forward(cast(critic.trunk, dtype), own)
   if critic.detached:
     hidden = jax.lax.stop_gradient(hidden)
   if isinstance(critic.head, ValueHead):

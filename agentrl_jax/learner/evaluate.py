@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from agentrl_jax.learner.critic import Critic, hidden_states, values
+from agentrl_jax.learner.critic import Critic, values
+from agentrl_jax.learner.forward import Forward, make_forward
 from agentrl_jax.learner.rows import split, take
-from agentrl_jax.models.model import Model, Weights
-from agentrl_jax.models.remat import Remat, over_batch, save_everything
-from agentrl_jax.models.sharding import batch_sharding
+from agentrl_jax.models.model import Model, Weights, cast
+from agentrl_jax.models.sharding import batch_sharding, replicated
 from agentrl_jax.ops.logprobs import token_logprobs
 from agentrl_jax.types import PolicyEval, TrajectoryBatch
 
@@ -21,19 +21,21 @@ EvaluateFn = Callable[..., PolicyEval]  # (weights, TrajectoryBatch, critic=None
 
 def policy_eval(
   model: Model,
+  forward: Forward,
   weights: Weights,
   traj: TrajectoryBatch,
   critic: Critic | None = None,
   *,
+  mesh: Mesh,
   temperature: float,
   dtype: DTypeLike,
-  remat: Remat = save_everything,
 ) -> PolicyEval:
-  """Log-prob and entropy (nats, at `temperature`) of every action token; zero elsewhere.
+  """Log-prob and entropy (nats, at `temperature`) of every action token, zero elsewhere; with a
+  critic the value of the state before every token of a trajectory; and what routers did.
 
-  With a critic also the value of the state before every token of a trajectory.
+  `forward` is the model's on `mesh`, `weights` as `model.cast` made them.
   """
-  hidden = hidden_states(model, weights, traj, dtype=dtype, remat=remat)
+  hidden, routers = forward(weights, traj)
   logp, entropy = token_logprobs(
     hidden,
     model.unembedding(weights),
@@ -41,16 +43,10 @@ def policy_eval(
     traj.sample,
     traj.action,
     temperature=temperature,
+    spread=batch_sharding(mesh),
   )
-  value, logits = (
-    (None, None) if critic is None else values(model, critic, hidden, traj, dtype, remat)
-  )
-  return PolicyEval(logp=logp, entropy=entropy, value=value, value_logits=logits)
-
-
-def cast(weights: Weights, dtype: DTypeLike) -> Weights:
-  """The weights in the dtype that the model computes in."""
-  return jax.tree.map(lambda w: w.astype(dtype), weights)
+  value, logits = (None, None) if critic is None else values(forward, critic, hidden, traj, dtype)
+  return PolicyEval(logp, entropy, value=value, value_logits=logits, routers=routers)
 
 
 def make_evaluate(
@@ -66,11 +62,10 @@ def make_evaluate(
     dtype: what the model computes in; log-probs are float32.
 
   Returns:
-    evaluate(weights, batch, critic=None) -> PolicyEval [B T]. Blocks of rows without an action
-    token are not computed.
+    evaluate(weights, batch, critic=None) -> PolicyEval [B T], with the sums of routers over the
+    batch. Blocks of rows without an action token are not computed.
   """
-
-  placed = over_batch(mesh, save_everything)
+  forward = make_forward(model, mesh, dtype=dtype)
 
   def evaluate(
     weights: Weights, batch: TrajectoryBatch, critic: Critic | None = None
@@ -80,7 +75,7 @@ def make_evaluate(
 
     def asked(block: TrajectoryBatch) -> PolicyEval:
       found = policy_eval(
-        model, compute, block, critic, temperature=temperature, dtype=dtype, remat=placed
+        model, forward, compute, block, critic, mesh=mesh, temperature=temperature, dtype=dtype
       )
       return dataclasses.replace(found, value_logits=None)  # only a loss asks for them
 
@@ -93,6 +88,12 @@ def make_evaluate(
       return jax.lax.cond(block.action.any(), asked, silent, block)
 
     out = jax.lax.map(one, jnp.arange(count))
-    return jax.tree.map(lambda x: x.reshape(batch.tokens.shape), out)
+    routers = jax.tree.map(lambda x: x.sum(0), out.routers)
+    tokens = jax.tree.map(
+      lambda x: x.reshape(batch.tokens.shape), dataclasses.replace(out, routers=None)
+    )
+    tokens = jax.lax.with_sharding_constraint(tokens, batch_sharding(mesh))
+    routers = jax.lax.with_sharding_constraint(routers, replicated(mesh))
+    return dataclasses.replace(tokens, routers=routers)
 
-  return jax.jit(evaluate, out_shardings=batch_sharding(mesh))
+  return jax.jit(evaluate)

@@ -11,11 +11,13 @@ from agentrl_jax.models.model import Weights
 
 WeightsMask = Callable[[Weights], Any]  # weights -> same tree of bools
 
-NOT_DECAYED = ("norm", "bias", "embed")
+NOT_DECAYED = ("norm", "bias", "embed", "correction")
 
 
 def decayed(weights: Weights) -> Any:
-  """True for weights that decay: all but norms, biases and embeddings, by the names in the tree."""
+  """True for weights that decay: all but norms, biases, embeddings and the corrections of
+  routers, by the names in the tree.
+  """
   return jax.tree_util.tree_map_with_path(
     lambda path, _: not any(word in jax.tree_util.keystr(path).lower() for word in NOT_DECAYED),
     weights,

@@ -14,11 +14,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from agentrl_jax.learner.critic import Critic, MakeCritic
-from agentrl_jax.learner.evaluate import cast, policy_eval
+from agentrl_jax.learner.evaluate import policy_eval
+from agentrl_jax.learner.forward import make_forward
 from agentrl_jax.learner.rows import split, take
 from agentrl_jax.learner.state import TrainState, abstract_state, learned, state_shardings
-from agentrl_jax.models.model import Model, Weights
-from agentrl_jax.models.remat import Remat, over_batch, save_everything
+from agentrl_jax.models import moe
+from agentrl_jax.models.model import Model, Weights, cast
+from agentrl_jax.models.remat import Remat, save_everything
 from agentrl_jax.types import Algorithm, Aux, LossBatch, Metric, Metrics, TrajectoryBatch
 
 PrepareFn = Callable[[TrajectoryBatch, Aux], LossBatch]
@@ -58,6 +60,7 @@ def make_step(
   dtype: DTypeLike = jnp.float32,
   critic: MakeCritic | None = None,
   remat: Remat = save_everything,
+  correction_rate: float = 0.0,
 ) -> StepFn:
   """One jitted optimizer step; the state that goes in is donated.
 
@@ -73,6 +76,8 @@ def make_step(
       in float32.
     critic: what the state's critic was made by, None where it has none.
     remat: what of each layer is kept for the backward pass, see `models.remat`.
+    correction_rate: by how much each step moves the corrections of routers that have them, towards
+      equal load (`moe.rebalanced`); 0 leaves them as they are.
 
   Returns:
     step(state, batch) -> (state, metrics): the loss's own metrics summed over micro-batches, and
@@ -81,15 +86,26 @@ def make_step(
     `skipped`. Micro-batches in which no token has weight are not computed.
   """
   placed = state_shardings(abstract_state(model, optimizer, mesh, critic=critic))
-  layered = over_batch(mesh, remat)
-
-  def loss(both: Both, batch: LossBatch) -> tuple[Float[Array, ""], Metrics]:
-    policy = policy_eval(
-      model, both[0], batch.traj, both[1], temperature=temperature, dtype=dtype, remat=layered
+  forward = make_forward(model, mesh, dtype=dtype, remat=remat)
+  paths, _ = jax.tree_util.tree_flatten_with_path(placed.weights)
+  if correction_rate and not any(moe.is_correction(path) for path, _ in paths):
+    raise ValueError(
+      f"correction_rate is {correction_rate}, but no router of {model.family} has a correction"
     )
-    return algorithm.loss(policy, batch)
 
-  def gradients_of(both: Both, batch: LossBatch) -> tuple[Both, Float[Array, ""], Metrics]:
+  def loss(both: Both, batch: LossBatch) -> tuple[Float[Array, ""], tuple[Metrics, Any]]:
+    policy = policy_eval(
+      model, forward, both[0], batch.traj, both[1], mesh=mesh, temperature=temperature, dtype=dtype
+    )
+    value, metrics = algorithm.loss(policy, batch)
+    if not correction_rate:
+      return value, (metrics, None)
+    assert policy.routers is not None
+    return value, (metrics, policy.routers.assigned)
+
+  def gradients_of(
+    both: Both, batch: LossBatch
+  ) -> tuple[Both, Float[Array, ""], tuple[Metrics, Any]]:
     compute = cast(both[0], dtype), both[1]
     blocks, _ = split(batch, micro_rows, mesh)
     busy = (blocks.weight != 0).any(axis=(1, 2))
@@ -99,18 +115,18 @@ def make_step(
     differentiate = jax.value_and_grad(loss, has_aux=True)
 
     def add_block(index: Array, total: tuple) -> tuple:
-      gradients, value, metrics = total
-      (more, more_metrics), slope = differentiate(compute, take(blocks, order[index]))
+      gradients, value, found = total
+      (more, more_found), slope = differentiate(compute, take(blocks, order[index]))
       gradients = jax.tree.map(lambda a, b: a + b.astype(a.dtype), gradients, slope)
       gradients = jax.lax.with_sharding_constraint(gradients, (placed.weights, placed.critic))
-      return gradients, value + more, jax.tree.map(jnp.add, metrics, more_metrics)
+      return gradients, value + more, jax.tree.map(jnp.add, found, more_found)
 
-    value, metrics = jax.eval_shape(loss, compute, take(blocks, order[0]))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (both, value, metrics))
+    value, found = jax.eval_shape(loss, compute, take(blocks, order[0]))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (both, value, found))
     return jax.lax.fori_loop(0, busy.sum(dtype=jnp.int32), add_block, zeros)
 
   def step(state: TrainState, batch: LossBatch) -> tuple[TrainState, Metrics]:
-    gradients, value, metrics = gradients_of((state.weights, state.critic), batch)
+    gradients, value, (metrics, assigned) = gradients_of((state.weights, state.critic), batch)
     gradients, old = learned(*gradients), learned(state.weights, state.critic)
     norm = optax.tree.norm(gradients)
     with jax.numpy_dtype_promotion("standard"):  # optax raises Python floats to integer counts
@@ -119,6 +135,8 @@ def make_step(
     good = jnp.isfinite(norm) & jnp.isfinite(value) & jnp.isfinite(update_norm)
     new = _choose(good, optax.apply_updates(old, updates), old)
     weights, values = (new, None) if state.critic is None else new
+    if correction_rate:
+      weights = _choose(good, moe.rebalanced(weights, assigned, correction_rate), weights)
     metrics = {
       **_choose(good, metrics, jax.tree.map(jnp.zeros_like, metrics)),
       "loss": _scalar(value, good),

@@ -93,6 +93,11 @@ def tiles(sizes: Int[Array, "G"], rows: int, block: int) -> Tiles:
   return Tiles(group, (ends - sizes)[group] + within * block, ends[group], tile_ends[-1])
 
 
+def _counted(rows: int, groups: int, block: int) -> str:
+  """A scope that says how long the loop within is: what decides it is data, which no plan has."""
+  return f"tiles_of_{block}_in_{groups}_groups_of_{rows}_rows"
+
+
 def _part(x: Array, start: Array, block: int) -> Array:
   return jax.lax.dynamic_slice_in_dim(x, start, block, 0)
 
@@ -117,7 +122,9 @@ def _tiled_product(x: Array, weight: Array, sizes: Array, letters: str) -> Array
     )
     return jax.lax.dynamic_update_slice_in_dim(made, product.astype(x.dtype), of.start[number], 0)
 
-  made = jax.lax.fori_loop(0, of.count, tile, jnp.zeros((rows + block, outputs), x.dtype))
+  start = jnp.zeros((rows + block, outputs), x.dtype)
+  with jax.named_scope(_counted(rows, weight.shape[0], block)):
+    made = jax.lax.fori_loop(0, of.count, tile, start)
   return _zero_past_the_end(made[:rows], sizes)
 
 
@@ -134,5 +141,7 @@ def _tiled_backward(x: Array, weight: Array, sizes: Array, grad: Array) -> tuple
     product = jnp.einsum("bi,bo->io", part, grads, preferred_element_type=jnp.float32)
     return total.at[group].add(product)
 
-  weight_grad = jax.lax.fori_loop(0, of.count, tile, jnp.zeros(weight.shape, jnp.float32))
+  zeros = jnp.zeros(weight.shape, jnp.float32)
+  with jax.named_scope(_counted(rows, weight.shape[0], block)):
+    weight_grad = jax.lax.fori_loop(0, of.count, tile, zeros)
   return _tiled_product(grad, weight, sizes, "bo,io->bi"), weight_grad.astype(weight.dtype)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 Weights = Any  # pytree of arrays, or of ParamSpec, of one family's `flax.struct` dataclasses
 Cache = Any  # pytree of arrays with the row axis first, one entry per layer
+KEEP_FLOAT32 = ("correction",)  # names of weights whose steps bfloat16 cannot tell apart
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]  # (key, shape, dtype)
 
 
@@ -94,6 +95,11 @@ class Model:
     part.
     """
     return self.functions.units(self.config)
+
+  @property
+  def load_balance(self) -> float:
+    """Coefficient of the routers' load-balance loss that the checkpoint's configuration names."""
+    return getattr(self.config, "load_balance", 0.0)
 
   def abstract(self) -> Weights:
     """The weights' tree with `ParamSpec` leaves."""
@@ -186,6 +192,15 @@ def unstack(weights: Weights) -> Weights:
 
   stacks = [name for name in ("dense_layers", "layers") if hasattr(weights, name)]
   return weights.replace(**{name: split(getattr(weights, name)) for name in stacks})
+
+
+def cast(weights: Weights, dtype: Any) -> Weights:
+  """The weights in the dtype that the model computes in, but for those of KEEP_FLOAT32."""
+
+  def one(path: tuple[Any, ...], weight: Array) -> Array:
+    return weight if parameter_path(path)[-1] in KEEP_FLOAT32 else weight.astype(dtype)
+
+  return jax.tree_util.tree_map_with_path(one, weights)
 
 
 def is_spec(node: Any) -> bool:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from agentrl_jax.models import layers
 from agentrl_jax.models.grouped import grouped_matmul
-from agentrl_jax.models.model import ParamSpec, param
+from agentrl_jax.models.model import ParamSpec, param, parameter_path
 from agentrl_jax.models.sharding import BATCH, RULES, Rules, partition
 from agentrl_jax.types import RouterSums
 
@@ -102,6 +102,24 @@ class MoE:
     )
 
 
+def is_correction(path: tuple[Any, ...]) -> bool:
+  """Whether the jax key path of a weight ends at a router's correction."""
+  return parameter_path(path)[-1] == "correction"
+
+
+def rebalanced(weights: Any, assigned: Float[Array, "L E"], rate: float) -> Any:
+  """A model's weights with its routers' corrections `rate` lower for experts that were chosen more
+  often than the mean, and `rate` higher for those less often (DeepSeek-AI 2024, section 2.1.2).
+  """
+  load = jnp.sum(assigned, axis=-1, keepdims=True) / assigned.shape[-1]
+  change = jnp.asarray(rate, jnp.float32) * jnp.sign(load - assigned)
+
+  def one(path: tuple[Any, ...], weight: Array) -> Array:
+    return weight + change if is_correction(path) else weight
+
+  return jax.tree_util.tree_map_with_path(one, weights)
+
+
 # (experts, x [B T D], expert [B T K] of each token or NOWHERE, weight [B T K]) -> [B T D]
 ComputeExperts = Callable[[Experts, Array, Array, Array], Array]
 
@@ -168,10 +186,10 @@ def moe(
   mixed = compute(weights.experts, x, expert, choice.weight)
   if weights.shared is not None:
     mixed = mixed + layers.mlp(weights.shared, x, matmul=matmul)
-  return mixed, (_sums(choice.probability, logits, expert, real), expert)
+  return mixed, (sums_of(choice.probability, logits, expert, real), expert)
 
 
-def _sums(
+def sums_of(
   probability: Float[Array, "B T E"],
   logits: Float[Array, "B T E"],
   expert: Int[Array, "B T K"],
@@ -300,7 +318,9 @@ def _on_device(specs: Experts, weights: Experts, x: Array, expert: Array, weight
     held = weights.gate.shape[0]
     expert = expert - jax.lax.axis_index(experts_axis) * held
     expert = jnp.where((expert >= 0) & (expert < held), expert, NOWHERE)
-  made = compute_experts(weights, x, expert, weight)
+  # Says what part of the rows is expected to stay here, for plans: no shape does.
+  with jax.named_scope(f"one_in_{jax.lax.axis_size(experts_axis) if experts_axis else 1}_rows"):
+    made = compute_experts(weights, x, expert, weight)
   if width_axis:
     made = jax.lax.psum(made, width_axis)
   if experts_axis:

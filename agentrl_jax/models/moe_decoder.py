@@ -43,6 +43,7 @@ class Config:
   rope_scaling: RopeScaling | None = None
   norm_epsilon: float = 1e-6
   tied: bool = False
+  load_balance: float = 0.0  # coefficient of the load-balance loss in the model's own training
   extra_layers: int = 0  # that predict further tokens; not part of the model, passed over in files
   bos_token_id: int | None = None
   eos_token_id: int | tuple[int, ...] | None = None

@@ -16,9 +16,9 @@ _FIXED = {
   "hidden_act": "silu",
   "mlp_only_layers": [],
 }
-# Coefficients and outputs of transformers' own training.
-_IGNORED = {"output_router_logits", "router_aux_loss_coef"}
+_IGNORED = {"output_router_logits"}  # of transformers' own training
 _READ = {"moe_intermediate_size", "norm_topk_prob", "num_experts_per_tok"}
+_BALANCE = "router_aux_loss_coef"
 _EXPERTS = ("num_experts", "num_local_experts")  # one field; transformers 5 writes the second name
 
 
@@ -41,7 +41,7 @@ def from_hf(fields: Mapping[str, Any]) -> Model:
   """
   fields = {"mlp_only_layers": [], **fields}
   fields["mlp_only_layers"] = fields["mlp_only_layers"] or []  # null is the default, too
-  read = {*_IGNORED, *_READ, *_EXPERTS, *hf_config.refuse_windows(fields)}
+  read = {*_IGNORED, *_READ, _BALANCE, *_EXPERTS, *hf_config.refuse_windows(fields)}
   hf_config.check(fields, "Qwen3-MoE", fixed=_FIXED, read=read)
   experts = [fields[name] for name in _EXPERTS if name in fields]
   missing = sorted(_READ - set(fields)) + ([] if experts else [_EXPERTS[0]])
@@ -54,6 +54,7 @@ def from_hf(fields: Mapping[str, Any]) -> Model:
       experts_per_token=fields["num_experts_per_tok"],
       normalized=fields["norm_topk_prob"],
       expert_ffw=fields["moe_intermediate_size"],
+      load_balance=fields.get(_BALANCE, 0.001),  # transformers' default
       rope_theta=theta,
       rope_scaling=scaling,
       **hf_config.read_sizes(fields),
@@ -72,6 +73,7 @@ def to_hf(config: Config) -> dict[str, Any]:
     "norm_topk_prob": config.router.normalized,
     "num_experts": config.experts,
     "num_experts_per_tok": config.router.experts_per_token,
+    _BALANCE: config.load_balance,
     **_FIXED,
     "use_sliding_window": False,
   }

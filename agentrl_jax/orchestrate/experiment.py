@@ -15,6 +15,7 @@ from agentrl_jax.envs.datasets import TaskSource
 from agentrl_jax.learner.critic import MakeCritic, on_policy
 from agentrl_jax.losses.checks import some_group_of_two
 from agentrl_jax.losses.readiness import ClipController
+from agentrl_jax.losses.routers import AS_CHECKPOINT, Routers
 from agentrl_jax.models.model import Model
 from agentrl_jax.models.remat import Remat, save_everything
 from agentrl_jax.orchestrate.engines import OpenEngine
@@ -103,8 +104,8 @@ class Experiment:
   and trainer must be the same policy. About 1e-4 is reachable in float32; declare more for bfloat16
   engines. `clip` moves the upper clip of algorithms that read it (`with_clip_high`, as `ac2`) after
   each step by the policy's entropy. `remat` says what of each layer is kept for the backward pass
-  (`models.remat`). `architecture` is what the directory must hold, where that is known: a run
-  refuses another, and `launch.plan` needs no directory.
+  (`models.remat`). `routers` is for mixtures of experts. `architecture` is what the directory must
+  hold, where that is known: a run refuses another, and `launch.plan` needs no directory.
   """
 
   model: str
@@ -127,6 +128,7 @@ class Experiment:
   critic: MakeCritic = on_policy
   clip: ClipController | None = None
   remat: Remat = save_everything
+  routers: Routers = AS_CHECKPOINT
   architecture: Model | None = None
 
   def __post_init__(self):

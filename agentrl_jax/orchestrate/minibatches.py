@@ -7,6 +7,7 @@ without weight are not computed.
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+import jax
 import numpy as np
 
 from agentrl_jax.orchestrate import hosts
@@ -18,8 +19,9 @@ def minibatches(
 ) -> Iterator[LossBatch]:
   """`count` batches that share out the micro-batches of `batch` at random, each in one of them.
 
-  Weights are multiplied by `count`, so that each update sees means over about its own part; with
-  one, the batch itself. Fewer come where fewer micro-batches hold a token with weight.
+  Weights are multiplied by `count`, and sums over the batch's routers divided by it, so that each
+  update sees means over about its own part; with one, the batch itself. Fewer come where fewer
+  micro-batches hold a token with weight.
 
   Args:
     batch: what `prepare` returned.
@@ -35,9 +37,12 @@ def minibatches(
   busy = np.flatnonzero(
     np.any([(w != 0).any(1).reshape(-1, micro_rows).any(1) for w in weights], axis=0)
   )
+  aux = dataclasses.replace(
+    batch.aux, routers=jax.tree.map(lambda total: total / count, batch.aux.routers)
+  )
   order = np.random.default_rng(seed).permutation(busy)
   for part in (order[i::count] for i in range(min(count, len(busy)))):
     rows = np.isin(np.arange(len(weights[0])) // micro_rows, part)[:, None]
     policy, *values = (np.where(rows, count * w, 0.0).astype(np.float32) for w in weights)
     credit = dataclasses.replace(batch.credit, value_weight=values[0] if values else None)
-    yield dataclasses.replace(batch, weight=policy, credit=credit)
+    yield dataclasses.replace(batch, aux=aux, weight=policy, credit=credit)

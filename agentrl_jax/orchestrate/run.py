@@ -27,6 +27,7 @@ from agentrl_jax.learner.rows import rows_per_micro_batch
 from agentrl_jax.learner.state import TrainState, abstract_state, make_state
 from agentrl_jax.learner.step import PrepareFn, StepFn, make_prepare, make_step
 from agentrl_jax.losses.readiness import ClipController
+from agentrl_jax.losses.routers import AS_CHECKPOINT, Routers, with_router_loss
 from agentrl_jax.models.checkpoint_files import fingerprint
 from agentrl_jax.models.hf import load_model, load_weights, save_weights
 from agentrl_jax.models.model import Model, is_spec, parameter_path
@@ -39,6 +40,7 @@ from agentrl_jax.orchestrate.play import make_play
 from agentrl_jax.rollout.engine import EngineDead
 from agentrl_jax.rollout.episode import Play
 from agentrl_jax.transfer.report import PushReport
+from agentrl_jax.types import Algorithm
 
 
 class WorkdirBusy(RuntimeError):
@@ -272,6 +274,19 @@ def critic_of(experiment: Experiment) -> MakeCritic | None:
   return experiment.critic if "value" in experiment.algorithm.needs else None
 
 
+def algorithm_of(algorithm: Algorithm, routers: Routers, model: Model) -> Algorithm:
+  """The algorithm with the losses of the model's routers, if it has any.
+
+  Raises ValueError where a run asks for router losses of a model that has no routers.
+  """
+  if model.functions.forward_routed is None:
+    if routers != AS_CHECKPOINT:
+      raise ValueError(f"routers is {routers}, but {model.family} has none")
+    return algorithm
+  balance = model.load_balance if routers.load_balance is None else routers.load_balance
+  return with_router_loss(algorithm, load_balance=balance, z=routers.z)
+
+
 def require_architecture(experiment: Experiment, model: Model) -> None:
   """Raises ValueError if the run was configured, and so planned, for other weights than these."""
   expected = experiment.architecture
@@ -302,17 +317,19 @@ def _reference(experiment: Experiment, model: Model, mesh: Mesh) -> Any:
 def _learner(experiment: Experiment, model: Model, mesh: Mesh) -> Mapping[str, Callable[..., Any]]:
   options = {"temperature": experiment.temperature, "dtype": jnp.dtype(experiment.dtype)}
   micro_rows = experiment.batch.micro_rows
+  algorithm = algorithm_of(experiment.algorithm, experiment.routers, model)
   return {
     "policy": make_evaluate(model, mesh, rows=micro_rows, **options),
-    "prepare": make_prepare(experiment.algorithm),
+    "prepare": make_prepare(algorithm),
     "update": make_step(
       model,
       experiment.optimizer,
-      experiment.algorithm,
+      algorithm,
       mesh,
       micro_rows=micro_rows,
       critic=critic_of(experiment),
       remat=experiment.remat,
+      correction_rate=experiment.routers.correction_rate,
       **options,
     ),
   }

@@ -15,16 +15,18 @@ import numpy as np
 import optax
 
 from agentrl_jax.learner import checkpoint
+from agentrl_jax.learner.evaluate import make_evaluate
 from agentrl_jax.learner.rows import rows_per_micro_batch
 from agentrl_jax.learner.state import abstract_state, make_state
 from agentrl_jax.learner.step import make_prepare, make_step
+from agentrl_jax.losses.routers import AS_CHECKPOINT, Routers
 from agentrl_jax.models.checkpoint_files import fingerprint
 from agentrl_jax.models.hf import load_model, save_weights
 from agentrl_jax.models.sharding import make_mesh
 from agentrl_jax.orchestrate.experiment import Taskset, at_least
 from agentrl_jax.orchestrate.metrics import MetricsWriter, Progressing, to_floats
 from agentrl_jax.orchestrate.pack import pack
-from agentrl_jax.orchestrate.run import keep_config, lock, require_same
+from agentrl_jax.orchestrate.run import algorithm_of, keep_config, lock, require_same
 from agentrl_jax.rollout.episode import Limits, Play
 from agentrl_jax.rollout.records import Episode, Outcome, Task, from_json
 from agentrl_jax.rollout.scripted import Policy, demonstrate
@@ -35,7 +37,9 @@ EpisodeSource = Callable[[Path], Sequence[Episode]]  # of a model directory, for
 
 @dataclasses.dataclass(frozen=True)
 class Supervised:
-  """One supervised run. `model` is a Hugging Face directory, made by `make_model` where absent."""
+  """One supervised run. `model` is a Hugging Face directory, made by `make_model` where absent;
+  `routers` is for mixtures of experts.
+  """
 
   model: str
   episodes: EpisodeSource
@@ -49,6 +53,7 @@ class Supervised:
   seed: int = 0
   mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
   dtype: str = "float32"
+  routers: Routers = AS_CHECKPOINT
   checkpoint_every: int = 100
 
   def __post_init__(self):
@@ -131,14 +136,18 @@ def train_supervised(
     if config is not None:
       keep_config(workdir, config, progress)
     metrics = MetricsWriter(workdir, resume_step=int(state.step))
-    prepare = make_prepare(plan.algorithm)
+    algorithm = algorithm_of(plan.algorithm, plan.routers, model)
+    prepare = make_prepare(algorithm)
+    dtype = jnp.dtype(plan.dtype)
+    evaluate = make_evaluate(model, mesh, rows=plan.micro_rows, dtype=dtype)
     update = make_step(
       model,
       plan.optimizer,
-      plan.algorithm,
+      algorithm,
       mesh,
       micro_rows=plan.micro_rows,
-      dtype=jnp.dtype(plan.dtype),
+      dtype=dtype,
+      correction_rate=plan.routers.correction_rate,
     )
     make_batch = functools.partial(
       pack,
@@ -146,12 +155,17 @@ def train_supervised(
       micro_rows=rows_per_micro_batch(plan.micro_rows, mesh),
       min_members=1,
     )
+    balanced = "routers" in algorithm.needs
     for step in range(int(state.step), plan.steps):
       progress.update("supervised steps", step, plan.steps)
       drawn = draw(len(episodes), plan.episodes_per_step, step, plan.seed)
       packed = make_batch([[episodes[i]] for i in drawn])
       # Against an old log-prob of zero the likelihood's loss is the negative log-likelihood itself.
-      aux = Aux(old_logp=np.zeros(packed.batch.tokens.shape, np.float32))  # pyright: ignore
+      zeros = np.zeros(packed.batch.tokens.shape, np.float32)
+      aux = Aux(
+        old_logp=zeros,  # pyright: ignore
+        routers=evaluate(state.weights, packed.batch).routers if balanced else None,
+      )
       state, found = update(state, prepare(packed.batch, aux))
       values = to_floats(found)
       metrics.write(step, values, wall_time=time.time())

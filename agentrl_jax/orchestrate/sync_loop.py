@@ -157,7 +157,9 @@ def frozen_evaluations(run: Run, batch: TrajectoryBatch) -> tuple[Aux, float]:
   high = None if run.clip is None else jnp.float32(run.clip.high)
   entropy = float(hosts.whole(old.entropy)[batch.action].mean())
   explained = None if run.state.critic is None else jnp.float32(run.explained)
-  aux = Aux(old.logp, reference, old.value, clip_high=high, explained=explained)
+  aux = Aux(
+    old.logp, reference, old.value, clip_high=high, explained=explained, routers=old.routers
+  )
   return aux, entropy
 
 

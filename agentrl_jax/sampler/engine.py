@@ -80,7 +80,7 @@ class EmbeddedEngine:
     self._buckets = buckets or schedule.default_buckets(slots, context)
     if self._buckets.rows[-1] != slots or self._buckets.length[-1] != context:
       raise ValueError(f"{self._buckets} must end with {slots} rows and length {context}")
-    self._weights, self._version = own_copy(weights), version
+    self._weights, self._version = own_copy(weights, dtype), version
     self._sharding = cache_sharding(weights, jax.eval_shape(self._empty_cache))
     self._cache = self._new_cache()
     self._programs = make_programs(model, dtype=dtype, max_steps=max_steps, sharding=self._sharding)
@@ -134,7 +134,7 @@ class EmbeddedEngine:
     self._check_open("load")
     if version <= self._version:
       raise self._error("load", f"version {version} does not follow {self._version}")
-    fresh = own_copy(weights)
+    fresh = own_copy(weights, self._dtype)
     shapes = jax.tree.map(lambda w: w.shape, fresh), jax.tree.map(lambda w: w.shape, self._weights)
     if shapes[0] != shapes[1]:
       raise self._error(

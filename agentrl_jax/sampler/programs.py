@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from agentrl_jax.models.model import Cache, Model, Weights
+from agentrl_jax.sampler.placement import expert_options
 from agentrl_jax.sampler.sampling import sample, uniforms
 
 NOTHING = -1  # in place of a sampled id, after the end of a row's turn
@@ -60,12 +61,14 @@ def make_programs(model: Model, *, dtype: Any, max_steps: int, sharding: Any) ->
 
   def prefill(weights, cache, rows, tokens, position, *, length, whole):
     view = _view(cache, axes, rows, length, whole)
-    _, view = model.decode(weights, view, tokens, position, dtype=dtype)
+    options = expert_options(model, sharding, tokens.shape[0])
+    _, view = model.decode(weights, view, tokens, position, dtype=dtype, **options)
     return _put(cache, axes, rows, view, length, whole)
 
   def decode(weights, cache, rows, state, stop_table, steps, quota, *, length, whole):
     view = _view(cache, axes, rows, length, whole)
-    forward = functools.partial(_logits, model, dtype, weights)
+    options = expert_options(model, sharding, state.token.shape[0])
+    forward = functools.partial(_logits, model, weights, dtype=dtype, **options)
     view, ids, logp = _decode_loop(forward, max_steps, view, state, stop_table, steps, quota)
     return _put(cache, axes, rows, view, length, whole), ids, logp
 
@@ -77,9 +80,9 @@ def make_programs(model: Model, *, dtype: Any, max_steps: int, sharding: Any) ->
 
 
 def _logits(
-  model: Model, dtype: Any, weights: Weights, view: Cache, token: Array, position: Array
+  model: Model, weights: Weights, view: Cache, token: Array, position: Array, **options: Any
 ) -> tuple[Float[Array, "R V"], Cache]:
-  hidden, view = model.decode(weights, view, token[:, None], position[:, None], dtype=dtype)
+  hidden, view = model.decode(weights, view, token[:, None], position[:, None], **options)
   head = model.unembedding(weights).astype(hidden.dtype)
   logits = jnp.einsum("rd,dv->rv", hidden[:, 0], head, preferred_element_type=jnp.float32)
   return logits, view

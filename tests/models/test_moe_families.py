@@ -119,6 +119,28 @@ def test_log_probs_and_gradients_equal_transformers(moe_reference, name):
     np.testing.assert_allclose(found, arrays["load_balance"], **TOLERANCE)
 
 
+def test_gradient_of_the_load_balance_equals_transformers(moe_reference):
+  """The chosen experts are constants; routers and all below them learn from the probabilities."""
+  model, weights, arrays = load(moe_reference, "qwen3_moe")
+  row = separate(arrays["tokens"])
+  _, did = jax.jit(model.forward_routed)(weights, *row)
+  whole = routing.pooled(did.sums)
+
+  def loss(weights):
+    _, did = model.forward_routed(weights, *row)
+    return routing.load_balance_loss(routing.pooled(did.sums), whole)
+
+  gradient = jax.jit(jax.grad(loss))(weights)
+  checked = 0
+  for (spec, rule), ours in zip(hf.pairs(model), jax.tree.leaves(gradient), strict=True):
+    for index, name in zip(hf.indices(rule, spec), hf.names(rule, spec), strict=True):
+      expected = arrays.get(f"balance_grad:{name}")
+      if expected is not None:
+        assert_same_sums(np.asarray(ours[index]).transpose(rule.perm), expected, name)
+        checked += 1
+  assert checked == 3  # the routers of two layers, and the embedding
+
+
 def test_packed_rows_equal_separate_ones(moe_reference):
   """Two samples of which one continues a stream of its own, and padding, which goes to no expert
   and is counted nowhere.

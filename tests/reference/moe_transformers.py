@@ -4,7 +4,8 @@ Usage: python moe_transformers.py OUT
 
 OUT/<case>/ holds each model as transformers saves it and OUT/<case>.npz its tokens, log-probs
 [B T V], the weighting of the loss, the gradient of sum(weighting * log-prob of the token) by the
-names of the file, and where the family has one transformers' own load-balance loss.
+names of the file, and where the family has one transformers' own load-balance loss, with its
+gradient as `balance_grad:NAME`.
 """
 
 import pathlib
@@ -103,7 +104,7 @@ def gradients(model) -> dict[str, np.ndarray]:
   """By the names of the file, where each expert has tensors of its own."""
   found = {}
   for name, value in model.named_parameters():
-    grad = value.grad
+    grad = torch.zeros_like(value) if value.grad is None else value.grad
     if match := re.fullmatch(r"(.*mlp\.experts)\.gate_up_proj", name):
       for expert, both in enumerate(grad):
         gate, up = both.chunk(2)
@@ -137,9 +138,16 @@ def save_case(out: pathlib.Path, name: str, family: str, fields: dict) -> None:
   output = model(tokens, **balanced)
   logp = torch.log_softmax(output.logits.float(), dim=-1)
   picked = logp[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
-  (weighting * picked).sum().backward()
   if balanced:
+    output.aux_loss.backward(retain_graph=True)
     balanced = {"load_balance": output.aux_loss.detach().numpy()}
+    balanced |= {
+      f"balance_{name}": value.copy()
+      for name, value in gradients(model).items()
+      if "mlp.gate" in name or "embed" in name
+    }
+    model.zero_grad()
+  (weighting * picked).sum().backward()
   np.savez(
     out / f"{name}.npz",
     tokens=tokens.numpy(),

@@ -454,6 +454,6 @@ def test_programs_of_equal_engines_are_shared(weights):
 
 
 def test_own_copy_shares_no_buffer(weights):
-  copied = own_copy(weights)
+  copied = own_copy(weights, jnp.float32)
   assert copied.embedding.unsafe_buffer_pointer() != weights.embedding.unsafe_buffer_pointer()
   np.testing.assert_array_equal(copied.embedding, weights.embedding)

@@ -20,6 +20,9 @@ Known = np.ndarray | None  # None: not known
 SMALL = 1 << 24  # elements of arrays worth computing
 MOST_ITERATIONS = 1 << 20
 
+# Scopes by which `models.grouped` and `models.moe` say what their shapes do not.
+_TILES = re.compile(r"tiles_of_(\d+)_in_(\d+)_groups_of_(\d+)_rows")
+_SHARE = re.compile(r"one_in_(\d+)_rows")
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # where primitives that call keep what they call
 
 
@@ -56,6 +59,23 @@ def path_of(op_name: str) -> str:
   dropped = {"eval_jaxpr", "checkpoint", "body", "closed_call", "core_call", ""}
   kept = [p for p in parts if p not in dropped and not re.match(r"(jit|jvp|vmap)\(", p)]
   return "/".join(re.sub(r"transpose\(.*\)", "transpose", p) for p in kept)
+
+
+def balanced_tiles(path: str) -> int | None:
+  """Iterations of a grouped matmul's loop over tiles when all groups have equally many rows; None
+  of another loop.
+  """
+  found = _TILES.search(path)
+  if found is None:
+    return None
+  block, groups, rows = map(int, found.groups())
+  return groups * math.ceil(rows / (_share(path) * groups * block))
+
+
+def _share(path: str) -> int:
+  """One in how many rows of a grouped matmul is expected to be of a group of this device."""
+  found = _SHARE.search(path)
+  return int(found[1]) if found else 1
 
 
 def count(closed: Any, values: Sequence[Known]) -> Count:
@@ -100,7 +120,7 @@ def _equation(total: Count, eqn: Any, inputs: list[Known], path: str) -> Sequenc
     return _while(total, eqn, inputs, path)
   if name == "cond":
     return _cond(total, eqn, inputs, path)
-  total.flops += products(eqn)
+  total.flops += products(eqn) / (_share(path) if name.startswith("ragged_dot") else 1)
   inner = next((eqn.params[key] for key in _CALLS if key in eqn.params), None)
   if inner is not None:
     return _call(total, eqn, inner, inputs, path)
@@ -302,6 +322,11 @@ def _unknown_while(
   if not done:
     once = Count()
     _run(once, body.jaxpr, _consts(body), [*of_body, *carry], path)
+    expected = balanced_tiles(path)
+    if expected is not None:
+      total.add(once, expected)
+      total.add(Count(loops={path_of(path): (1.0, float(expected))}))
+      return carry
     total.add(once)
   total.unknown[path_of(path)] = None
   return carry
