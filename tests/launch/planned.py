@@ -2,7 +2,7 @@
 
 import fiddle as fdl
 
-from agentrl_jax.models import llama, remat
+from agentrl_jax.models import llama, qwen3_moe, remat
 from agentrl_jax.models.model import Model
 from configs import tiny_rl
 
@@ -26,4 +26,22 @@ def small():
   config.limits.context_tokens = 127
   config.engine.slots = 8
   config.remat = remat.save_nothing
+  return config
+
+
+def mixture() -> Model:
+  return qwen3_moe.bind(
+    qwen3_moe.config(
+      vocab_size=256, embed=64, ffw=128, layers=2, heads=4, kv_heads=2, head_dim=16,
+      max_position=256, experts=8, experts_per_token=2, expert_ffw=48, normalized=True,
+      load_balance=0.001,
+    )
+  )  # fmt: skip
+
+
+def small_mixture():
+  """The same on fsdp 2 x expert 4, with a mixture of experts and the loss of its routers."""
+  config = small()
+  config.architecture = fdl.Config(mixture)
+  config.mesh = {"fsdp": 2, "expert": 4}
   return config

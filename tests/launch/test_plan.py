@@ -19,7 +19,7 @@ from agentrl_jax.models.llama import bind
 from agentrl_jax.models.sharding import make_mesh
 from agentrl_jax.orchestrate.run import require_architecture
 from launch import programs
-from tests.launch.planned import architecture, small
+from tests.launch.planned import architecture, mixture, small
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,6 +79,26 @@ def test_what_devices_send_to_each_other(whole):
     by = {(c["kind"], c["axes"], c["group"]): c["nbytes"] for c in program["collectives"]}
     assert 4 * layers * 3 / 4 <= by["all-gather", "fsdp", 4] < 3 * 4 * layers
     assert by["all-reduce", "tensor", 2] > 0
+
+
+def test_the_plan_of_a_mixture_of_experts():
+  """Loops over tiles run as often as a balanced routing makes them, so the products are those of
+  the active parameters and of part-filled tiles; every device has its part.
+  """
+  arguments = ("--topology=cpu:8", "--programs=evaluate,step", "--json")
+  done = plan("--config=config:tests.launch.planned.small_mixture", *arguments)
+  assert done.returncode == 0, done.stderr
+  evaluate, step = json.loads(done.stdout)["programs"]
+  config = mixture().config
+  d, h, tokens = config.embed, config.head_dim, 16 * 128
+  attention = 2 * d * h * (config.heads + config.kv_heads) + 2 * config.heads * h * 128
+  experts = d * config.experts + 2 * 3 * d * config.expert_ffw
+  expected = 2 * tokens * (config.layers * (attention + experts) + d * config.vocab_size)
+  assert evaluate["flops_all"] == pytest.approx(expected, rel=0.1)
+  for program in (evaluate, step):
+    assert program["counted_once"] == []
+    assert 8 * program["flops"] == pytest.approx(program["flops_all"], rel=0.05)
+    assert "expert" in {c["axes"] for c in program["collectives"]}
 
 
 def test_memory_is_the_compilers_and_what_else_is_held(experiment):

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from configs.pods import qwen3
+from configs.pods import glm4, qwen3
 from tests.launch.test_plan import plan
 
 PLANS = Path(__file__).parents[2] / "docs" / "plans"
 PODS = [
-  name for name, made in vars(qwen3).items() if inspect.isfunction(made) and name.startswith("qwen")
+  name
+  for module in (qwen3, glm4)
+  for name, made in vars(module).items()
+  if inspect.isfunction(made) and made.__module__ == module.__name__
 ]
 MODULES = {"tpu": "libtpu", "gpu": "jax_cuda13_plugin"}
 
@@ -32,12 +35,14 @@ MODULES = {"tpu": "libtpu", "gpu": "jax_cuda13_plugin"}
 def test_the_small_run_planned_for_accelerators(topology, needs):
   if importlib.util.find_spec(MODULES[needs]) is None:
     pytest.skip(f"no compiler for {topology}: bash launch/environment.sh --extra=plan-{needs}")
-  arguments = ("--config=config:tests.launch.planned.small", "--programs=evaluate,step")
-  done = plan(*arguments, f"--topology={topology}", "--json", timeout=1700)
+  arguments = ("--config=config:tests.launch.planned.small", f"--topology={topology}", "--json")
+  done = plan(*arguments, timeout=1700)
   assert done.returncode == 0, done.stderr
   found = json.loads(done.stdout)
   assert found["fits"] is True and found["training_step"]["mfu"] > 0
-  for program in found["programs"]:
+  evaluate, step, prefill, decode = found["programs"]
+  assert prefill["flops"] > 0 and decode["flops"] > 0 and len(decode["counted_once"]) == 1
+  for program in (evaluate, step):
     assert 8 * program["flops"] == pytest.approx(program["flops_all"], rel=0.05)
     assert program["counted_once"] == [] and program["memory"]["temporaries"] > 0
     assert {"fsdp", "tensor"} <= {c["axes"] for c in program["collectives"]}

@@ -19,6 +19,7 @@ _FREE = {
   "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota",
   "partition-id", "replica-id", "add-dependency", "opt-barrier", "domain",
 }  # fmt: skip
+_OF_XLA = 'is_spmd_generated="true"'
 _COLLECTIVES = (
   "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
   "collective-permute", "collective-broadcast",
@@ -282,8 +283,10 @@ def _collective(
   if kind is None:
     return
   channel = re.search(r"channel_id=(\d+)", instruction.attributes)
-  if channel is not None:  # start, middle and end of one transfer all show it on TPU
-    if channel[1] in state.channels:
+  # All collectives that a `shard_map` asks for have JAX's one channel; those of XLA one each.
+  written = channel is not None and channel[1] == "1" and _OF_XLA not in instruction.attributes
+  if channel is not None and not written:
+    if channel[1] in state.channels:  # start, middle and end of one transfer all show it on TPU
       return
     state.channels.add(channel[1])
   groups = device_groups(instruction.attributes, state.mesh)

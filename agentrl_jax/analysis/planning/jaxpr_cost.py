@@ -45,9 +45,12 @@ class Count:
     self.unknown |= other.unknown
 
   def iterations(self, op_name: str) -> float | None:
-    """Mean iterations of the loop that XLA knows by this name; None where it was not met."""
+    """Mean iterations of the loop that XLA knows by this name; None where it was not met.
+
+    A loop over tiles says it itself; its path is that of the implementation XLA did not choose.
+    """
     entered, iterations = self.loops.get(path_of(op_name), (0.0, 0.0))
-    return iterations / entered if entered else None
+    return iterations / entered if entered else balanced_tiles(op_name)
 
 
 def path_of(op_name: str) -> str:
@@ -325,7 +328,6 @@ def _unknown_while(
     expected = balanced_tiles(path)
     if expected is not None:
       total.add(once, expected)
-      total.add(Count(loops={path_of(path): (1.0, float(expected))}))
       return carry
     total.add(once)
   total.unknown[path_of(path)] = None
