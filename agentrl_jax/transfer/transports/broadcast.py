@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from agentrl_jax.transfer.control import CallError, Control
-from agentrl_jax.transfer.plan import Plan
+from agentrl_jax.transfer.plan import ITEM_BYTES, Plan
 from agentrl_jax.transfer.round import process_of
 from agentrl_jax.transfer.stage import Staged
 from agentrl_jax.transfer.transports.disk import DiskTransport
@@ -61,7 +61,15 @@ class BroadcastTransport:
     self._left: dict[str, list[str]] = {}  # groups that servers still hold, likewise
 
   def allocate(self, plan: Plan, key: str) -> Mapping[tuple[int, int], np.ndarray]:
-    """Mapped files that the senders read. Raises OSError as `DiskTransport.allocate`."""
+    """Mapped files that the senders read.
+
+    Raises:
+      OSError: as `DiskTransport.allocate`.
+      ValueError: naming a tensor that the server could not view in its bucket.
+    """
+    for s in plan.segments:
+      if s.offset % ITEM_BYTES[s.dtype]:
+        raise ValueError(f"{s.name} of {s.dtype} would start at byte {s.offset} of its broadcast")
     return self._staging.allocate(plan, key)
 
   async def deliver(self, staged: Staged, peer: Control, version: int) -> int:
