@@ -49,6 +49,7 @@ def test_what_cannot_be_is_refused_before_anything_starts():
 
 @pytest.mark.sglang
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_server_of_fp8_gets_all_weights_by_its_first_push(
   sglang_python, tmp_path, monkeypatch
 ):  # and its own checksums say so, as after every push

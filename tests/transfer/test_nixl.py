@@ -109,6 +109,7 @@ def window_server(request, sglang_python, tiny_llama, tmp_path, monkeypatch):
 
 
 @pytest.mark.sglang
+@pytest.mark.timeout(900)
 def test_written_parameters_equal_transformers_on_the_export(
   window_server, sglang_python, tiny_llama, tmp_path
 ):  # W23

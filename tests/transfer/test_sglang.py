@@ -217,6 +217,7 @@ def pair_server(sglang_python, tiny_llama, tmp_path_factory) -> Iterator[SGLangS
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # two ranks start slowly where the cores are busy, and six pushes follow
 def test_two_tensor_parallel_ranks(pair_server, sglang_python, tiny_llama, broadcast, tmp_path):
   model = load_model(tiny_llama)
   original = load_weights(model, tiny_llama)
