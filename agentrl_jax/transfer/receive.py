@@ -125,7 +125,7 @@ class FileReceiver:
     first = stream.read(0, self.stall_seconds)
     if first is None:
       return
-    if not hmac.compare_digest(first.token, self.token):
+    if not hmac.compare_digest(_encoded(first.token), _encoded(self.token)):
       raise WireError("the token is not this receiver's")
     id = (first.round, first.version)
     if first.begin is not None:
@@ -285,6 +285,10 @@ def _write(path: Path, frame: Frame) -> None:
 def _shut(connection: socket.socket) -> None:
   with contextlib.suppress(OSError):
     connection.shutdown(socket.SHUT_RDWR)
+
+
+def _encoded(token: str) -> bytes:
+  return token.encode("utf-8", "surrogatepass")  # whatever JSON can hold
 
 
 def _drain(connection: socket.socket) -> None:

@@ -164,7 +164,7 @@ def test_a_receiver_takes_only_what_was_agreed(tmp_path):
   receiver = FileReceiver(tmp_path, TOKEN)
   begin = wire.Begin(TOKEN, "run-1", (("a", (4,), "float32"),))
   opened = wire.encode_begin(7, 1, begin)
-  wrong = wire.encode_begin(7, 1, begin._replace(token="guess"))
+  wrong = wire.encode_begin(7, 1, begin._replace(token="für alle"))
   large = wire.encode_begin(7, 1, begin._replace(tensors=(("a", (1 << 60,), "uint8"),)))
   end = wire.encode_end(7, 1, wire.End(0, 0, 0, "0" * 32))
   entry = wire.Entry("a", (0, 2), "float32", (2,), ((0, 2),), 0, 8, wire.tensor_hash(bytes(8)))
