@@ -20,7 +20,7 @@ import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import app, flags, logging
 
 from agentrl_jax.models.hf import load_model, load_weights
 from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer, find_python
@@ -190,6 +190,7 @@ def measure(cases: dict[str, Case], rounds: int) -> dict[str, dict[str, float]]:
 
 
 def main(_) -> None:
+  logging.set_verbosity(logging.WARNING)  # not a line for every request
   rows = 256 if SMOKE.value else max(256, MB.value * 1_000_000 // (2 * COLUMNS) // 256 * 256)
   found = measure(kernels(rows) | staging(rows), 1 if SMOKE.value else ROUNDS.value)
   for name, row in found.items():
