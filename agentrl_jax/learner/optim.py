@@ -16,12 +16,14 @@ NOT_DECAYED = ("norm", "bias", "embed", "correction")
 
 def decayed(weights: Weights) -> Any:
   """True for weights that decay: all but norms, biases, embeddings and the corrections of
-  routers, by the names in the tree.
+  routers, by the names in the tree. An output head of its own decays.
   """
-  return jax.tree_util.tree_map_with_path(
-    lambda path, _: not any(word in jax.tree_util.keystr(path).lower() for word in NOT_DECAYED),
-    weights,
-  )
+
+  def decays(path: Any, _: Any) -> bool:
+    name = jax.tree_util.keystr(path).lower().replace("unembed", "head")
+    return not any(word in name for word in NOT_DECAYED)
+
+  return jax.tree_util.tree_map_with_path(decays, weights)
 
 
 def adamw(

@@ -22,6 +22,7 @@ def weights():
 
 def test_what_decays():
   assert decayed(weights()) == ToyWeights(embedding=False, norm=False, head=True)
+  assert decayed({"unembedding": 0, "embedding": 0}) == {"unembedding": True, "embedding": False}
   zero = jax.tree.map(jnp.zeros_like, weights())
   optimizer = adamw(0.5, weight_decay=0.1)
   updates, _ = jax.jit(optimizer.update)(zero, optimizer.init(weights()), weights())

@@ -170,6 +170,13 @@ TABLE = {
     ("to_go = weighted_sum((1.0, to_go), (kl, kl_to_go(gamma))) if kl else to_go", "to_go = weighted_sum((1.0, to_go), (-kl, kl_to_go(gamma))) if kl else to_go"),
     ("advantage = kl_in_reward(leave_one_out(), kl) if kl else leave_one_out()", "advantage = leave_one_out()"),
   ]),
+  f"{LOSSES}/routers.py": ("tests/learner/test_routers.py", [
+    ("return load_balance * balance + z * square, found", "return load_balance * balance - z * square, found"),
+    ("share = sums.tokens[0] / jnp.maximum(whole.tokens[0], 1.0)", "share = jnp.ones(())"),
+    ("if not load_balance and not z:", "if not load_balance or not z:"),
+    ("needs=algorithm.needs | {\"routers\"}", "needs=algorithm.needs"),
+    ("balance, square = load_balance_loss(sums, whole), router_z_loss(sums, whole)", "balance, square = load_balance_loss(sums, sums), router_z_loss(sums, whole)"),
+  ]),
   f"{OPS}/scans.py": ("tests/ops/test_scans.py " + REFERENCES, [
     ("return decay_later * decay_earlier, x_earlier + decay_earlier * x_later", "return decay_later * decay_earlier, x_earlier + decay_later * x_later"),
     ("decay = jnp.where(end, 0.0, jnp.where(step, gamma * lam, 1.0))", "decay = jnp.where(end, 0.0, jnp.where(step, gamma * lam, gamma * lam))"),
