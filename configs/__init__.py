@@ -3,29 +3,24 @@
 from configs.algorithms import use_algorithm
 from configs.engines import use_embedded, use_fp8, use_sglang, use_transport
 from configs.gsm8k import gsm8k
-from configs.pods.glm4 import glm_4_5_air_h200_32, glm_4_5_air_v5p_32
+from configs.pods.glm4 import glm_4_5_air_h200_32
 from configs.pods.qwen3 import (
   qwen3_4b_h200_8,
   qwen3_4b_v5e_16,
-  qwen3_14b_h200_8,
   qwen3_14b_v5p_8,
   qwen3_30b_a3b_h200_64,
-  qwen3_30b_a3b_v6e_64,
 )
 from configs.quickstart import quickstart
 from configs.tiny import tiny_rl, tiny_sft
 
 __all__ = [
   "glm_4_5_air_h200_32",
-  "glm_4_5_air_v5p_32",
   "gsm8k",
   "quickstart",
   "qwen3_4b_h200_8",
   "qwen3_4b_v5e_16",
-  "qwen3_14b_h200_8",
   "qwen3_14b_v5p_8",
   "qwen3_30b_a3b_h200_64",
-  "qwen3_30b_a3b_v6e_64",
   "tiny_rl",
   "tiny_sft",
   "use_algorithm",

@@ -28,17 +28,6 @@ def qwen3_14b_v5p_8() -> fdl.Config[Experiment]:
   return pod(models.qwen3_14b, "models/qwen3-14b", {"fsdp": 8}, slots=128)
 
 
-def qwen3_14b_h200_8() -> fdl.Config[Experiment]:
-  """`--topology=h200:8`"""
-  return pod(models.qwen3_14b, "models/qwen3-14b", {"fsdp": 8}, slots=128)
-
-
-def qwen3_30b_a3b_v6e_64() -> fdl.Config[Experiment]:
-  """`--topology=v6e:8x8`"""
-  mesh = {"fsdp": 16, "expert": 4}
-  return pod(models.qwen3_30b_a3b, "models/qwen3-30b-a3b", mesh, slots=256)
-
-
 def qwen3_30b_a3b_h200_64() -> fdl.Config[Experiment]:
   """`--topology=h200:64`"""
   mesh = {"fsdp": 8, "expert": 8}
