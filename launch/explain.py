@@ -118,7 +118,8 @@ def small_batch() -> tuple[TrajectoryBatch, Aux, PolicyEval]:
     "traj_truncated": np.array([cut for *_, cut in EPISODES]),
   }
   batch = TrajectoryBatch(**{name: jnp.asarray(x) for name, x in fields.items()})
-  aux = Aux(*map(jnp.asarray, (near(0.1), near(0.3), value)))
+  old, ref, values = map(jnp.asarray, (near(0.1), near(0.3), value))
+  aux = Aux(old, ref, values)
   return batch, aux, PolicyEval(jnp.asarray(logp), jnp.full(shape, 0.7), jnp.asarray(value))
 
 

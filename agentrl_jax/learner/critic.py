@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float

@@ -29,7 +29,8 @@ from experiments.ac2 import base as bases
 from experiments.ac2.memory import at_once, everywhere
 from experiments.ac2.plan import CriticPlan, Plan
 
-BASE, PROBE = "base", "probe"  # not arms: what they start from, and what needs no training
+# Not arms: what they start from, what is read of a finished one, and what needs no training.
+BASE, CRITIC, PROBE = "base", "critic", "probe"
 RATE = 1e-4  # of the policy, and of its critic at the start
 
 
@@ -201,7 +202,7 @@ def settings(arm: str, scale: str) -> dict[str, str]:
   """A job's whole configuration as path -> value, to be kept with its result."""
   if arm == PROBE:
     return {"states": str(200 if scale == "smoke" else 2000)}
-  config = base(scale) if arm == BASE else plan(arm, scale)
+  config = base(scale) if arm == BASE else plan("ac2" if arm == CRITIC else arm, scale)
   lines = printing.as_str_flattened(config, include_types=False).splitlines()
   text = dict(line.split(" = ", 1) for line in lines)
   return {

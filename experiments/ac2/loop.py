@@ -32,6 +32,7 @@ from agentrl_jax.orchestrate.evaluate import evaluate, read_settings, write_reco
 from agentrl_jax.orchestrate.metrics import Clock, MetricsWriter, Progressing, to_floats
 from agentrl_jax.orchestrate.pack import Packed, pack
 from agentrl_jax.orchestrate.run import lock
+from agentrl_jax.orchestrate.sync_loop import Mismatch
 from agentrl_jax.rollout.episode import Limits, Play
 from agentrl_jax.rollout.records import Episode, Outcome
 from agentrl_jax.types import Aux, LossBatch, Metrics
@@ -53,6 +54,7 @@ from experiments.ac2.starts import (
 
 CONTEXT = 64  # tokens of the engine: the critic's longest question and answer fit
 ROW = 192  # positions: a group of eight whole responses that share their prompt
+MISMATCH = 1e-4  # of log-probs in float32
 ACTOR, CRITIC = 0, 1  # places of the optimizers
 
 
@@ -81,6 +83,7 @@ async def take_step(run: Run) -> None:
 
   shares = packed_shares(run, groups)
   old = [jax.device_get(run.policy(run.state.weights, one.batch)) for one in shares]
+  mismatch = max(mismatch_of(one, o.logp) for one, o in zip(shares, old, strict=True))
   entropy = entropy_at_start(starts, groups, shares, [one.entropy for one in old])
   clip = before.clip if entropy is None else before.clip.after_step(entropy)
   batches = [
@@ -108,7 +111,7 @@ async def take_step(run: Run) -> None:
   require_committed(await run.host.publisher.publish(run.state.weights, run.step))
   clock.lap("publish")
   row = {**told(starts, fresh, groups, valued), **standing(run, starts, valued)}
-  row |= {} if entropy is None else {"entropy_at_start": entropy}
+  row |= {"mismatch_max": mismatch} | ({} if entropy is None else {"entropy_at_start": entropy})
   run.metrics.write(run.step - 1, {**row, **measured, **clock.seconds}, wall_time=time.time())
   if run.step % plan.checkpoint_every == 0 or run.step == plan.steps:
     carry = memories.to_carry(memory)
@@ -132,6 +135,15 @@ def packed_shares(run: Run, groups: Sequence[Sequence[Episode]]) -> list[Packed]
     )
     for first in range(0, len(groups), size)
   ]
+
+
+def mismatch_of(packed: Packed, old_logp: np.ndarray) -> float:
+  """The largest |old - behavior| log-prob of a sampled token. Raises Mismatch above `MISMATCH`."""
+  batch = packed.batch
+  worst = float(np.abs(np.where(batch.action, old_logp - batch.behavior_logp, 0.0)).max())
+  if not worst <= MISMATCH:
+    raise Mismatch(f"engine and trainer differ by {worst:.6f} in a log-prob, bound {MISMATCH:g}")
+  return worst
 
 
 def aux_of(

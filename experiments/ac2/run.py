@@ -1,7 +1,7 @@
 """Runs the arms: `python -m experiments.ac2.run --arms=ac2,grpo --seeds=0 [--scale=smoke]`.
 
 The base of a seed is made first, then each arm from it. A killed job goes on from its last
-checkpoint. `--arms=probe` needs neither: it has no model.
+checkpoint. `--arms=critic` reads the critic of a seed's finished ac2; `--arms=probe` has no model.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from experiments.ac2.loop import open_run, train
 from experiments.ac2.plan import Plan
 from experiments.ac2.probe import probe
 from experiments.ac2.starts import choose
+from experiments.ac2.states import examine
 from experiments.study import Place, Study
 
 TEMPERATURES = (1.0, 0.8, 0.0)
@@ -56,11 +57,13 @@ class Reporting:
 
 
 def job(place: Place) -> Mapping[str, Any]:
-  """One arm of one seed, its base, or the probe."""
+  """One arm of one seed, its base, or a probe."""
   if place.arm == config.PROBE:
     return probe(place)
   if place.arm == config.BASE:
     return make_base(place)
+  if place.arm == config.CRITIC:
+    return asyncio.run(examine(place, Reporting(place)))
   asyncio.run(train(planned(place), place.workdir, Reporting(place)))  # pyright: ignore
   return {"held_out": held_out(place.workdir), "steps": steps(place.workdir)}
 
@@ -138,7 +141,7 @@ STUDY = Study(
   job=job,
   arms=tuple(config.ARMS),
   first=(config.BASE,),
-  recorded=(config.PROBE,),
+  recorded=(config.CRITIC, config.PROBE),
   settings=config.settings,
 )
 

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from experiments import report
-from experiments.ac2.config import ARMS, BASE, PROBE
-from experiments.report import UNKNOWN, Published, Results, Verdict
+from experiments.ac2.config import ARMS, BASE, CRITIC, PROBE
+from experiments.report import Published, Results, Verdict
 
 CLAIM = "a critic that scores chunks reaches the peak of whole-response RL with less decoding"
 SEEDS = (0, 1, 2)
@@ -23,6 +23,7 @@ LAST_STEPS = 10
 SOURCE = "arXiv 2609.39247"
 PUBLISHED: Mapping[str, Published] = {
   "grpo": Published("peak 18.50 % at 1.99e20 decoding FLOPs, step 120", SOURCE),
+  "prefix_grpo": Published("behind AC2 per FLOP, no number in the text", SOURCE),
   "ac2": Published("peak 20.57 %; GRPO's at 0.79e20, step 90: ratio 2.5, steps 1.33", SOURCE),
   "no_readiness": Published("13.56 % at step 30, 13.10 % at 40 (AC2 15.33 % at 40)", SOURCE),
   "short_chunks": Published("2k chunks: 16.62 % at step 100, 13.57 % at 120", SOURCE),
@@ -149,7 +150,8 @@ def readiness_gain(results: Results) -> report.Interval | None:
 
 def table(results: Results) -> str:
   """Markdown: the base, the arms, what they share, the probe, and which runs are missing."""
-  parts = [_base(results), _arms(results), _differences(results), _probe(results)]
+  parts = [_base(results), _arms(results), _differences(results)]
+  parts += [_critic(results), _probe(results)]
   lost = missing(results)
   if lost:
     parts.append(f"Not run: {', '.join(lost)} ({len(lost)} of {len(SEEDS) * len(ARMS)}).\n")
@@ -204,7 +206,7 @@ def _arms(results: Results) -> str:
       row.append(
         report.plus_minus([x for one in found.values() if (x := late(one, name)) is not None])
       )
-    rows.append([*row, str(PUBLISHED.get(arm, UNKNOWN))])
+    rows.append([*row, str(PUBLISHED[arm])])
   return report.markdown(head, rows) if rows else ""
 
 
@@ -230,6 +232,24 @@ def _differences(results: Results) -> str:
       f"({len(known)} runs)."
     )
   return "\n".join(lines) + "\n" if lines else ""
+
+
+def _critic(results: Results) -> str:
+  """What it says of states at the end, with the reference: it is to tell right from wrong."""
+  found = _of(results, CRITIC)
+  if not found:
+    return ""
+  names = list(found[0]["aided"])
+  rows = []
+  for name in names:
+    row = [name, str(sum(one["aided"].get(name, {"count": 0})["count"] for one in found))]
+    for said in ("aided", "unaided"):
+      for what in ("mean", "zero"):
+        row.append(report.plus_minus([one[said][name][what] for one in found if name in one[said]]))
+    rows.append(row)
+  head = [f"AC2's critic at the end ({len(found)} seeds), states", "count", "mean, reference"]
+  head += ["says 0", "mean, no reference", "says 0"]
+  return report.markdown(head, rows)
 
 
 def _probe(results: Results) -> str:

@@ -23,7 +23,7 @@ from agentrl_jax.orchestrate.pack import pack
 from agentrl_jax.rollout.environment import Message
 from agentrl_jax.rollout.records import Episode, Kind, Outcome, Sample, Segment
 from agentrl_jax.rollout.symbols import SymbolRenderer
-from experiments.ac2 import config, critic, loop, memory, probe, table
+from experiments.ac2 import config, critic, loop, memory, probe, states, table
 from experiments.ac2.memory import Memory, Pair, Spent
 from experiments.ac2.starts import Start, prompt_tokens, response
 
@@ -180,6 +180,18 @@ def test_credit_of_a_group_by_hand():
   assert (made.weight[~batch.action] == 0).all()
 
 
+def test_an_engine_that_is_another_policy_is_refused():
+  group = [continuation(f"g/{m}", "1 2 3 4", truncated=True) for m in range(2)]
+  packed = pack([group], row_length=loop.ROW, micro_rows=1, share_prompts=True)
+  same = np.where(packed.batch.action, np.float32(-0.5), np.float32(9.0))  # 9 where nobody looks
+  assert loop.mismatch_of(packed, same) == 0.0
+  for bad in (-0.4995, math.nan):
+    other = same.copy()
+    other[tuple(np.argwhere(packed.batch.action)[3])] = bad
+    with pytest.raises(loop.Mismatch, match="engine and trainer differ by"):
+      loop.mismatch_of(packed, other)
+
+
 def test_with_an_exact_critic_the_expected_gradient_is_exact():
   """One-token chunks with known values, every pair of them laid out as a group of two."""
   value = {"1": 0.1, "2": 0.6, "3": 0.9, "4": 0.4}
@@ -285,6 +297,15 @@ def test_the_probe_crosses_where_the_noise_is_that_of_outcomes():
   assert sorted(found["critic"], reverse=True) == found["critic"]
 
 
+def test_what_the_critic_says_by_state():
+  said = np.array([0.0, 0.4, math.nan, 0.0])
+  found = states.by_state(said, np.array([True, True, True, False]), np.array([4, 4, 4, 8]))
+  assert found == {
+    "right at 4": {"count": 2, "mean": 0.2, "zero": 0.5},
+    "wrong at 8": {"count": 1, "mean": 0.0, "zero": 1.0},
+  }
+
+
 # --- decision rules
 # --------------------------------------------------------------------------------
 
@@ -355,11 +376,11 @@ def test_missing_runs_are_named_and_decide_nothing():
   del made["grpo", 1]
   assert table.verdict(made).verdict == "inconclusive"
   text = table.table(made)
-  assert "Not run: grpo_1 (1 of 15)" in text and "1.99e20" in text and "unknown" in text
+  assert "Not run: grpo_1 (1 of 15)" in text and "1.99e20" in text and "no number" in text
 
 
 def test_settings_are_plain_and_of_every_arm():
-  for arm in (*config.ARMS, config.BASE, config.PROBE):
+  for arm in (*config.ARMS, config.BASE, config.CRITIC, config.PROBE):
     found = config.settings(arm, "cpu")
     assert found and json.loads(json.dumps(found)) == found
     assert not any(" at 0x" in value for value in found.values()), found
@@ -399,8 +420,9 @@ def rows(folder):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_arm_runs_end_to_end_and_resumes_bit_for_bit(tmp_path):
-  for job in ("base_0", "ac2_0"):
+  for job in ("base_0", "ac2_0", "critic_0"):
     (tmp_path / job).mkdir()
+  for job in ("base_0", "ac2_0"):
     command("experiments.ac2.run", f"--job={job}", "--scale=smoke", f"--runs={tmp_path}")
   base = json.loads((tmp_path / "results" / "base_0.json").read_text())["result"]
   assert list(base["success_at_temperature"]) == ["1", "0.8", "0"]
@@ -411,6 +433,10 @@ def test_an_arm_runs_end_to_end_and_resumes_bit_for_bit(tmp_path):
   assert found["result"]["steps"]["chunked"] == [0.75, 0.75]  # four groups, one of them audited
   spent = found["result"]["steps"]["flops/decode"]
   assert 0 < spent[0] < spent[1] < found["result"]["steps"]["flops/total"][1]
+
+  command("experiments.ac2.run", "--job=critic_0", "--scale=smoke", f"--runs={tmp_path}")
+  said = json.loads((tmp_path / "results" / "critic_0.json").read_text())["result"]
+  assert set(said) == {"aided", "unaided"}
 
   again = tmp_path / "again"
   for job in ("base_0", "ac2_0"):
