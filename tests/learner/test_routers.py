@@ -72,7 +72,7 @@ def assert_close(ours, theirs):
     pytest.param(QWEN3, {"fsdp": 8}, marks=pytest.mark.slow),
     pytest.param(GLM4, {"fsdp": 2, "expert": 4}, marks=pytest.mark.slow),
   ],
-  ids=str,
+  ids=lambda x: str(x) if isinstance(x, dict) else x.family,
 )
 def test_a_step_on_eight_devices_equals_one(model, axes):
   """Log-probs, sums of routers, new weights and metrics, with experts over their axis."""
