@@ -34,6 +34,7 @@ LONGEST = (
 )  # fmt: skip
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
   """With `--dist=loadgroup` a file stays on one worker, as do all that share the SGLang server."""
 

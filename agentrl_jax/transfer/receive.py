@@ -113,9 +113,9 @@ class FileReceiver:
         _drain(connection)  # closing on unread bytes would take back the answer
     finally:
       for round in began:
+        round.drop()  # before `close` can take it for gone and end the process
         with self._lock:
           self._rounds.pop(round.id, None)
-        round.drop()
       with self._lock:
         self._sockets.discard(connection)
       connection.close()
@@ -193,11 +193,11 @@ class _Round:
     return ""
 
   def drop(self) -> None:
-    """Removes the files. Idempotent."""
+    """Removes the files; when it returns they are gone, whoever removed them."""
     with self._lock:
       self._dropped = True
-    for directory in (self.partial, self.directory):
-      shutil.rmtree(directory, ignore_errors=True)
+      for directory in (self.partial, self.directory):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 class _Frames:

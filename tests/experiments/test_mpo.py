@@ -45,6 +45,7 @@ def smoke(tmp_path_factory):
   return runs
 
 
+@pytest.mark.slow  # as those of the other papers but one
 def test_an_arm_runs_end_to_end(smoke):
   base = json.loads((smoke / "results" / "base_0.json").read_text())
   assert base["complete"] and list(base["result"]["success_at_temperature"]) == ["1", "0.5", "0"]
@@ -62,6 +63,7 @@ def test_an_arm_runs_end_to_end(smoke):
     assert len(path.read_text().splitlines()) == 16
 
 
+@pytest.mark.slow
 def test_turns_of_a_run_are_scored(smoke, tmp_path):
   run = smoke / "mpo_0" / "run"
   files = ",".join(str(run / "trajectories" / f"step_00000{i}.jsonl") for i in (0, 1))

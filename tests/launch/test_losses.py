@@ -58,6 +58,7 @@ def test_every_recipe_trains_three_steps(recipe, model, cache, tmp_path):
   assert all(abs(x) < 1e3 for x in losses)
 
 
+@pytest.mark.slow
 def test_the_entropy_moves_the_upper_clip_also_over_a_restart(model, cache, tmp_path):
   """A random model's entropy is far above the target: the clip narrows by a step a step."""
   command = ["launch.train", "--config=config:tests.launch.smallest.controlled"]

@@ -149,7 +149,9 @@ def test_corrections_move_by_the_load_alone():
     make_step(QWEN3, SGD, grpo(), make_mesh(data=1), micro_rows=1, correction_rate=0.1)
 
 
-@pytest.mark.parametrize("axes", [{"data": 1}, {"data": 2, "expert": 4}], ids=str)
+@pytest.mark.parametrize(
+  "axes", [pytest.param({"data": 1}, marks=pytest.mark.slow), {"data": 2, "expert": 4}], ids=str
+)
 def test_routing_that_the_batch_tells_is_replayed(axes):
   """The model's own changes nothing; another is obeyed, in evaluation and in the step."""
   batch, mesh = batch_of(), make_mesh(**axes)

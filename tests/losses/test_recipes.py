@@ -294,17 +294,16 @@ def test_every_recipe_has_its_formula():
 @pytest.mark.parametrize("name", list(FORMULAS))
 def test_a_recipe_is_its_papers_formula(name):
   algorithm, formula = RECIPES[name], FORMULAS[name]
-  for seed in (1, 4):
-    made, packed = case(seed)
-    prepared = make_prepare(algorithm)(packed.batch, packed.aux)
-    ours, slopes = jax.jit(
-      jax.value_and_grad(lambda policy, batch: algorithm.loss(policy, batch)[0])
-    )(packed.policy, prepared)
-    policy, by_logp = policy_term(formula, made)
-    critic_, by_value = value_term(formula, made)
-    assert float(ours) == pytest.approx(policy + critic_, rel=2e-5, abs=2e-6)
-    column = packed.layout.column
-    np.testing.assert_allclose(slopes.logp, column(by_logp, made), rtol=2e-5, atol=2e-6)
-    np.testing.assert_allclose(slopes.value, column(by_value, made), rtol=2e-5, atol=2e-6)
-    told = max(np.abs(column(by_logp, made)).max(), np.abs(column(by_value, made)).max())
-    assert told > 1e-3, "this batch tells nothing"
+  made, packed = case(1)
+  prepared = make_prepare(algorithm)(packed.batch, packed.aux)
+  ours, slopes = jax.jit(
+    jax.value_and_grad(lambda policy, batch: algorithm.loss(policy, batch)[0])
+  )(packed.policy, prepared)
+  policy, by_logp = policy_term(formula, made)
+  critic_, by_value = value_term(formula, made)
+  assert float(ours) == pytest.approx(policy + critic_, rel=2e-5, abs=2e-6)
+  column = packed.layout.column
+  np.testing.assert_allclose(slopes.logp, column(by_logp, made), rtol=2e-5, atol=2e-6)
+  np.testing.assert_allclose(slopes.value, column(by_value, made), rtol=2e-5, atol=2e-6)
+  told = max(np.abs(column(by_logp, made)).max(), np.abs(column(by_value, made)).max())
+  assert told > 1e-3, "this batch tells nothing"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from agentrl_jax.orchestrate.minibatches import minibatches
-from agentrl_jax.types import Credit, LossBatch
+from agentrl_jax.types import Aux, Credit, LossBatch
 
 ROWS, MICRO, LENGTH = 12, 2, 5
 
@@ -15,7 +15,7 @@ def batch(values: bool):
   weight[6:8] = 0.0  # micro-batch 3 has nothing to do
   weight /= weight.sum()
   critic = weight[:, ::-1].copy() if values else None
-  return LossBatch(None, None, Credit(weight, critic, critic), weight)
+  return LossBatch(None, Aux(weight), Credit(weight, critic, critic), weight)
 
 
 @pytest.mark.parametrize("values", [False, True])
