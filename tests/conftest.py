@@ -49,3 +49,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
   items.sort(key=place)
   for item in items:
     item.add_marker(pytest.mark.xdist_group(group(item)))
+    if item.get_closest_marker("sglang") and not item.get_closest_marker("timeout"):
+      item.add_marker(pytest.mark.timeout(600))  # a server may have to start first

@@ -7,6 +7,7 @@ each test).
 
 import atexit
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -65,11 +66,17 @@ def transformers_logp(
   """Log-probs of the sampled ids of each (prompt, sampled, temperature), by transformers."""
   process = _transformers(python)
   assert process.stdin is not None and process.stdout is not None
-  process.stdin.write(json.dumps({"model": str(model), "samples": samples}) + "\n")
+  job = {"number": next(_jobs), "model": str(model), "samples": samples}
+  process.stdin.write(json.dumps(job) + "\n")
   process.stdin.flush()
-  answer = process.stdout.readline()
-  assert answer, f"transformers ended with {process.wait(10)}; its errors are among this test's"
-  return json.loads(answer)
+  while line := process.stdout.readline():
+    number, answer = json.loads(line)
+    if number == job["number"]:  # and not what a test that gave up had asked for
+      return answer
+  raise AssertionError(f"transformers ended with {process.wait(10)}; its errors are beside this")
+
+
+_jobs = itertools.count()
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Log-probs of given tokens by transformers in float32; run as a script by a Python that has it.
 
-Reads a line of JSON for each job, {model, samples: [[prompt ids, sampled ids, temperature], ...]};
-answers each with one: a list of log-probs a sample.
+Reads a line of JSON for each job, {number, model, samples: [[prompt ids, sampled ids, temperature],
+...]}; answers each with one: [number, a list of log-probs a sample].
 """
 
 import json
@@ -27,4 +27,5 @@ def log_probs(job: dict) -> list[list[float]]:
 
 if __name__ == "__main__":
   for line in sys.stdin:
-    print(json.dumps(log_probs(json.loads(line))), flush=True)
+    job = json.loads(line)
+    print(json.dumps([job["number"], log_probs(job)]), flush=True)
