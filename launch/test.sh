@@ -30,7 +30,7 @@ case ${1-} in
     shift
     ;;
 esac
-[[ $# -gt 0 ]] || set -- -m "not slow" --numprocesses=auto --maxprocesses=8 --dist=loadgroup --no-loadscope-reorder
+[[ $# -gt 0 ]] || set -- -m "not slow" --numprocesses=auto --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 
 need() { # WHAT COMMAND...
   local what=$1

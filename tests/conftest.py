@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from typing import Any
 
 if "jax" in sys.modules:
   raise RuntimeError("jax was imported before tests/conftest.py could force 8 CPU devices")
@@ -17,6 +18,7 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).st
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from xdist.scheduler import LoadFileScheduling  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -28,26 +30,32 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 pytest_plugins = ["tests.sglang_fixture"]
 
 # Where tests run several at a time, these begin first: a long one at the end would run alone.
-LONGEST = (
-  "tests/transfer/test_sglang", "tests/rollout/test_sglang_server", "tests/launch/",
-  "tests/experiments/", "tests/models/",
-)  # fmt: skip
+SERVER = ("tests/transfer/test_sglang.py", "tests/rollout/test_sglang_server.py")
+RUNS = tuple(f"tests/launch/test_train{name}.py" for name in ("", "_kills", "_processes"))
+SHARE = {path: together[0] for together in (SERVER, RUNS) for path in together}
+LONGEST = (*SERVER, *RUNS, "tests/launch/", "tests/experiments/", "tests/models/")
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-  """With `--dist=loadgroup` a file stays on one worker, as do all that share the SGLang server."""
-
-  def group(item: pytest.Item) -> str:
-    shared = "sglang_server" in getattr(item, "fixturenames", ())
-    return "sglang" if shared else item.nodeid.split("::")[0]
-
   def place(item: pytest.Item) -> int:
     found = [i for i, prefix in enumerate(LONGEST) if item.nodeid.startswith(prefix)]
     return min(found, default=len(LONGEST))
 
   items.sort(key=place)
   for item in items:
-    item.add_marker(pytest.mark.xdist_group(group(item)))
     if item.get_closest_marker("sglang") and not item.get_closest_marker("timeout"):
       item.add_marker(pytest.mark.timeout(600))  # a server may have to start first
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+  """With `--dist=loadfile` also files that share a server or runs stay on one worker."""
+  if config.getvalue("dist") != "loadfile":
+    return None
+
+  class Scheduler(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+      path = super()._split_scope(nodeid)
+      return SHARE.get(path, path)
+
+  return Scheduler(config, log)

@@ -348,9 +348,9 @@ def test_abort_returns_what_was_sampled(engine):
   async def main():
     # The tiny model's own end token may come first, so several requests are in flight.
     params = SamplingParams(500, (), 1.0)
-    calls = [asyncio.create_task(engine.generate(f"a{k}", [3], params)) for k in range(4)]
+    calls = [asyncio.create_task(engine.generate(f"a{k}", [3], params)) for k in range(16)]
     await asyncio.sleep(0.3)
-    await asyncio.gather(*(engine.abort(f"a{k}") for k in range(4)), engine.abort("unknown"))
+    await asyncio.gather(*(engine.abort(f"a{k}") for k in range(16)), engine.abort("unknown"))
     return await asyncio.wait_for(asyncio.gather(*calls), 20)
 
   turns = asyncio.run(main())
