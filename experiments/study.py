@@ -37,6 +37,20 @@ class Place:
     return self.workdir.parents[1] / f"{arm}_{self.seed}" / "run"
 
 
+@dataclasses.dataclass
+class Reporting:
+  """What a run says, as a job's progress: lines to its log, steps to its result."""
+
+  place: Place
+
+  def say(self, line: str) -> None:
+    print(line, flush=True)
+
+  def update(self, name: str, done: int, total: int) -> None:
+    if name.endswith("steps") and done:
+      self.place.progress(done, total)
+
+
 @dataclasses.dataclass(frozen=True)
 class Study:
   """One paper's jobs. `job` returns the result, as JSON values.

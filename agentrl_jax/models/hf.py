@@ -125,10 +125,14 @@ def save_weights(
     (partial / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 
+@jax.jit
+def _are_finite(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+  return [jnp.isfinite(x).all() for x in arrays]
+
+
 def _require_finite(model: Model, arrays: Sequence[jax.Array], files: TensorFiles) -> None:
   """Looks where the arrays lie; only an array that is not finite is looked for in the files."""
-  finite = jax.jit(lambda found: [jnp.isfinite(x).all() for x in found])(arrays)
-  for (spec, rule), whole in zip(pairs(model), finite, strict=True):
+  for (spec, rule), whole in zip(pairs(model), _are_finite(arrays), strict=True):
     if whole:
       continue
     bad = [n for n in names(rule, spec) if not np.isfinite(files.read(n).astype(np.float32)).all()]

@@ -23,7 +23,7 @@ from experiments.ac2.plan import Plan
 from experiments.ac2.probe import probe
 from experiments.ac2.starts import choose
 from experiments.ac2.states import examine
-from experiments.study import Place, Study
+from experiments.study import Place, Reporting, Study
 
 TEMPERATURES = (1.0, 0.8, 0.0)
 TRACED = (
@@ -40,20 +40,6 @@ TRACED = (
   ),
   *("sampled_tokens", "entropy_at_start", "clip_high", "clip_fraction", "critic_rate"),
 )
-
-
-@dataclasses.dataclass
-class Reporting:
-  """What a run says, as a job's progress: lines to its log, steps to its result."""
-
-  place: Place
-
-  def say(self, line: str) -> None:
-    print(line, flush=True)
-
-  def update(self, name: str, done: int, total: int) -> None:
-    if name.endswith("steps") and done:
-      self.place.progress(done, total)
 
 
 def job(place: Place) -> Mapping[str, Any]:

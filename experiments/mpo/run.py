@@ -26,24 +26,10 @@ from agentrl_jax.orchestrate.supervised import train_supervised
 from agentrl_jax.orchestrate.sync_loop import train
 from experiments import arms
 from experiments.mpo import config, probes
-from experiments.study import Place, Study
+from experiments.study import Place, Reporting, Study
 
 TRACED = ("success", "turns", "sampled_tokens", "clip_fraction", "entropy", "gradient_norm")
 TEMPERATURES = (1.0, 0.5, 0.0)
-
-
-@dataclasses.dataclass
-class Reporting:
-  """What a run says, as a job's progress: lines to its log, steps to its result."""
-
-  place: Place
-
-  def say(self, line: str) -> None:
-    print(line, flush=True)
-
-  def update(self, name: str, done: int, total: int) -> None:
-    if name.endswith("steps") and done:
-      self.place.progress(done, total)
 
 
 def job(place: Place) -> Mapping[str, Any]:

@@ -3,11 +3,7 @@
 import dataclasses
 import json
 import math
-import os
-import pathlib
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -26,8 +22,8 @@ from agentrl_jax.rollout.symbols import SymbolRenderer
 from experiments.ac2 import config, critic, loop, memory, probe, states, table
 from experiments.ac2.memory import Memory, Pair, Spent
 from experiments.ac2.starts import Start, prompt_tokens, response
+from tests.experiments.commands import command
 
-ROOT = pathlib.Path(__file__).parents[2]
 END = ledger.SYMBOLS.index(ledger.END)
 RENDERER = SymbolRenderer(
   ledger.SYMBOLS, end=ledger.END, read=ledger.read_words, write=ledger.write_words
@@ -389,25 +385,6 @@ def test_settings_are_plain_and_of_every_arm():
 
 # --- smoke
 # ----------------------------------------------------------------------------------------
-
-
-def command(module, *arguments):
-  environment = {
-    **os.environ,
-    "PYTHONPATH": str(ROOT),
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-  }
-  done = subprocess.run(
-    [sys.executable, "-m", module, *arguments],
-    cwd=ROOT,
-    env=environment,
-    capture_output=True,
-    text=True,
-    timeout=280,
-  )
-  assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-  return done.stdout
 
 
 def rows(folder):

@@ -1,38 +1,15 @@
 """The mpo experiment: a smoke run through the real commands, and its decision rules by hand."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
 from experiments import report
 from experiments.mpo import table
 from experiments.mpo.config import ARMS, settings
+from tests.experiments.commands import command
 
-ROOT = pathlib.Path(__file__).parents[2]
 FAMILIES = ("search", "tool_use", "automation")
-
-
-def command(module, *arguments):
-  environment = {
-    **os.environ,
-    "PYTHONPATH": str(ROOT),
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-  }
-  done = subprocess.run(
-    [sys.executable, "-m", module, *arguments],
-    cwd=ROOT,
-    env=environment,
-    capture_output=True,
-    text=True,
-    timeout=280,
-  )
-  assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-  return done.stdout
 
 
 @pytest.fixture(scope="module")
