@@ -66,11 +66,6 @@ def tcp(receivers: Mapping[str, str] | None = None) -> Choose:
   return choose
 
 
-def nixl(windows: Mapping[str, str]) -> Choose:
-  """One-sided writes into the windows HOST:PORT by server URL, with $AGENTRL_TRANSFER_TOKEN."""
-  return lambda servers: Choice(NixlTransport(windows, _token()), ())
-
-
 def fastest(
   root: str | os.PathLike[str] = "/dev/shm/agentrl",
   receivers: Mapping[str, str] | None = None,
@@ -84,7 +79,7 @@ def fastest(
   Args:
     root: where `disk` would put its files.
     receivers: as of `tcp`.
-    windows: as of `nixl`.
+    windows: HOST:PORT of each server's, with $AGENTRL_TRANSFER_TOKEN, as of `NixlTransport`.
   """
 
   def choose(servers: Servers) -> Choice:
