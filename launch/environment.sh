@@ -146,7 +146,8 @@ if [[ -n $extra ]]; then
   esac
 fi
 step="importing jax and this package"
-(cd / && "$dir/bin/python" -c 'import jax, agentrl_jax')
+# Bytecode of the packages is kept even where PYTHONDONTWRITEBYTECODE is set: else every process compiles them anew.
+(cd / && env -u PYTHONDONTWRITEBYTECODE "$dir/bin/python" -c 'import jax, launch.train')
 rm -f -- "$building"
 printf '%s\n' "$identity" >"$stamp"
 finished=yes

@@ -47,4 +47,5 @@ bash launch/environment.sh "${environment[@]}"
 need "the SGLang environment" bash third_party/sglang/install.sh
 need "the model" "$venv/bin/python" -m launch.fetch_model
 export HF_HUB_OFFLINE=1
+unset PYTHONDONTWRITEBYTECODE # many tests start processes, and each would compile all that it imports
 exec "$venv/bin/python" -m pytest "$@"

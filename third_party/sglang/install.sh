@@ -69,7 +69,7 @@ rm -rf "$target"
 mkdir -p "$target"
 : >"$building"
 "$python" -m venv "$target" || fail "$python could not make a virtual environment in $target"
-# pip and not uv: only pip's index finds the CPU build of torch pinned here. Bytecode is made when imported.
+# pip and not uv: only pip's index finds the CPU build of torch pinned here. Bytecode is made by the check.
 pip=("$target/bin/python" -m pip --disable-pip-version-check install --quiet --no-compile)
 if [ "$kind" = cuda ]; then
   retry "${pip[@]}" "sglang[all]==$SGLANG_VERSION" || fail "pip could not install sglang $SGLANG_VERSION"
@@ -79,7 +79,11 @@ else
   retry "${pip[@]}" --no-deps "$here/cpu_adapter" || fail "pip could not install cpu_adapter"
   check='import sglang, torch, torchvision, transformers; from sgl_kernel import silu_and_mul'
 fi
-(cd / && "$target/bin/python" -c "$check") || fail "the installed packages do not import (see above)"
+# The check imports what a server does, and keeps the bytecode even where PYTHONDONTWRITEBYTECODE is set: a server
+# is three processes, and each would compile 6,000 files at every start.
+check="import logging; logging.disable(logging.WARNING); $check"
+check+='; import sglang.srt.entrypoints.http_server, sglang.srt.models.registry'
+(cd / && env -u PYTHONDONTWRITEBYTECODE "$target/bin/python" -c "$check") || fail "the installed packages do not import (see above)"
 rm "$building"
 echo "$want" >"$stamp"
 echo "sglang install: $target is ready ($kind)"
