@@ -242,7 +242,9 @@ def canopy(*, kl: float = 1e-4, low: float = 0.2, high: float = 0.2) -> Algorith
 
 
 def opd(*, cap: float = 2.0) -> Algorithm:
-  """On-policy distillation from the reference: each token's advantage is ref - old log-prob."""
+  """On-policy distillation from `Experiment.reference`, the teacher: each token's advantage is
+  ref - old log-prob.
+  """
   loss = policy_loss(per_token(), reinforce(cap=cap))
   return Algorithm(distillation(), mean_over(TOKEN), loss, frozenset({"ref_logp"}))
 

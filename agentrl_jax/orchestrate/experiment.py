@@ -100,6 +100,9 @@ class Experiment:
   """One run. `model` is a Hugging Face directory; `mesh` gives the size of each mesh axis;
   `critic` makes the critic of algorithms that need one.
 
+  `reference` is the Hugging Face directory of the policy that penalties and distillation compare
+  with, as a teacher of another size; None is the run's own start.
+
   `max_mismatch` bounds |old - behavior| log-prob of tokens that the current weights sampled: engine
   and trainer must be the same policy. About 1e-4 is reachable in float32; declare more for bfloat16
   engines. `clip` moves the upper clip of algorithms that read it (`with_clip_high`, as `ac2`) after
@@ -125,6 +128,7 @@ class Experiment:
   checkpoint_every: int = 5
   keep_checkpoints: int = 2
   max_mismatch: float = 1e-4
+  reference: str | None = None
   critic: MakeCritic = on_policy
   clip: ClipController | None = None
   remat: Remat = save_everything

@@ -29,14 +29,15 @@ from agentrl_jax.learner.step import PrepareFn, StepFn, make_prepare, make_step
 from agentrl_jax.losses.readiness import ClipController
 from agentrl_jax.losses.routers import AS_CHECKPOINT, Routers, with_router_loss
 from agentrl_jax.models.checkpoint_files import fingerprint
-from agentrl_jax.models.hf import load_model, load_weights, save_weights
+from agentrl_jax.models.hf import load_model, save_weights
 from agentrl_jax.models.model import Model, is_spec, parameter_path
-from agentrl_jax.models.sharding import make_mesh, shardings
+from agentrl_jax.models.sharding import make_mesh
 from agentrl_jax.orchestrate import hosts
 from agentrl_jax.orchestrate.engines import EngineContext, Host, require_committed
 from agentrl_jax.orchestrate.experiment import Experiment
 from agentrl_jax.orchestrate.metrics import MetricsWriter, Progressing
 from agentrl_jax.orchestrate.play import make_play
+from agentrl_jax.orchestrate.reference import Reference, open_reference
 from agentrl_jax.rollout.engine import EngineDead
 from agentrl_jax.rollout.episode import Play
 from agentrl_jax.transfer.report import PushReport
@@ -68,7 +69,7 @@ class Run:
   model: Model
   mesh: Mesh
   state: TrainState
-  reference: Any  # weights of the reference policy, None where no loss asks for it
+  reference: Reference | None  # None where no loss asks for it
   step: int
   cursor: int  # of the training tasks
   served: Any
@@ -162,6 +163,7 @@ async def open_run(
     stack.callback(saver.close)
     served = hosts.gathered(state.weights)
     opening = _stage(experiment, workdir, model, served, step, progress)
+    learner = _learner(experiment, model, mesh)
     yield Run(
       experiment=experiment,
       workdir=workdir,
@@ -169,7 +171,7 @@ async def open_run(
       model=model,
       mesh=mesh,
       state=state,
-      reference=_reference(experiment, model, mesh),
+      reference=open_reference(experiment, learner["policy"], model, mesh),
       step=step,
       cursor=int(host_state.cursor["next"]),
       clip=_clip(experiment, host_state),
@@ -178,7 +180,7 @@ async def open_run(
       saver=saver,
       progress=progress,
       stage=await stack.enter_async_context(opening) if hosts.leads() else None,
-      **_learner(experiment, model, mesh),
+      **learner,
     )
 
 
@@ -243,6 +245,7 @@ def identity(experiment: Experiment) -> dict[str, Any]:
     "kind": "reinforcement learning",
     "seed": experiment.seed,
     "model": fingerprint(experiment.model),
+    "reference": None if experiment.reference is None else fingerprint(experiment.reference),
     "training tasks": task_fingerprint(experiment.tasks.train.tasks),
     "held-out tasks": task_fingerprint(experiment.tasks.held_out),
   }
@@ -305,13 +308,6 @@ def require_architecture(experiment: Experiment, model: Model) -> None:
       f"{experiment.model} holds {model.family} with {name} {here.get(name)}, the configuration is "
       f"for {expected.family} with {name} {planned.get(name)}"
     )
-
-
-def _reference(experiment: Experiment, model: Model, mesh: Mesh) -> Any:
-  if "ref_logp" not in experiment.algorithm.needs:
-    return None
-  placed = shardings(model, mesh)
-  return load_weights(model, Path(experiment.model), shardings=placed, dtype=jnp.float32)
 
 
 def _learner(experiment: Experiment, model: Model, mesh: Mesh) -> Mapping[str, Callable[..., Any]]:

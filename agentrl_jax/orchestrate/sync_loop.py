@@ -153,7 +153,7 @@ def frozen_evaluations(run: Run, batch: TrajectoryBatch) -> tuple[Aux, float]:
   policy's mean entropy over its tokens.
   """
   old = run.policy(run.state.weights, batch, run.state.critic)
-  reference = None if run.reference is None else run.policy(run.reference, batch).logp
+  reference = None if run.reference is None else run.reference(batch)
   high = None if run.clip is None else jnp.float32(run.clip.high)
   entropy = float(hosts.whole(old.entropy)[batch.action].mean())
   explained = None if run.state.critic is None else jnp.float32(run.explained)
