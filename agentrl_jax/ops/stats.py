@@ -42,9 +42,11 @@ def k2(delta: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 def k3(delta: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
   """exp(-delta) - 1 + delta (Schulman, 2020): non-negative, unbiased on-policy.
 
-  Only the exponent is limited, from above at 20; the linear term is not.
+  Only the exponent is limited, from above at 20. Beyond, the exponential goes on as its tangent: a
+  constant would leave the linear term's gradient alone, which points away from the other policy.
   """
-  return jnp.exp(jnp.minimum(-delta, MAX_EXPONENT)) - 1.0 + delta
+  exponent = jnp.minimum(-delta, MAX_EXPONENT)
+  return jnp.exp(exponent) * (1.0 - delta - exponent) - 1.0 + delta
 
 
 def effective_sample_share(

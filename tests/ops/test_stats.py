@@ -1,5 +1,6 @@
 """Estimators and metrics by hand."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -31,12 +32,19 @@ def test_effective_sample_share():
 
 
 def test_clamps():
-  """Ratios are clamped on both sides, k3's exponent above only: its linear term never is."""
+  """Ratios are clamped on both sides, k3's exponent above only, where it goes on as a line."""
   limit = np.exp(20.0)
   np.testing.assert_allclose(
     bounded_exp(np.float32([-50, 0, 50])), [1 / limit, 1, limit], rtol=1e-5
   )
-  np.testing.assert_allclose(k3(jnp.float32([-50, 50])), [limit - 51, 49], rtol=1e-5)
+  np.testing.assert_allclose(k3(jnp.float32([-50, 50])), [31 * limit - 51, 49], rtol=1e-5)
+
+
+@pytest.mark.parametrize("delta", [-1e4, -21.0, -20.0, -19.0, -0.1])
+def test_a_policy_below_the_other_is_pulled_up_however_far_it_is(delta):
+  """d k3 / d delta = 1 - exp(-delta) < 0; beyond the clamp it stays 1 - e^20."""
+  slope = float(jax.grad(k3)(jnp.float32(delta)))
+  assert slope == pytest.approx(1 - np.exp(min(-delta, 20.0)), rel=1e-4)
 
 
 def test_previous_stays_within_a_stream():
