@@ -79,7 +79,8 @@ def explanation(name: str, algorithm: Algorithm) -> Text:
   text.append(f"   needs {', '.join(sorted(algorithm.needs)) or 'nothing beyond old log-probs'}\n")
   for part in describe(algorithm):
     text.append(f"  {part}\n", style="cyan")
-    text.append(f"  {'  ' * part.depth}  {part.formula}\n", style="dim")
+    if part.formula:
+      text.append(f"  {'  ' * part.depth}  {part.formula}\n", style="dim")
   return text
 
 
@@ -120,12 +121,20 @@ def small_batch() -> tuple[TrajectoryBatch, Aux, PolicyEval]:
   batch = TrajectoryBatch(**{name: jnp.asarray(x) for name, x in fields.items()})
   old, ref, values = map(jnp.asarray, (near(0.1), near(0.3), value))
   aux = Aux(old, ref, values)
-  return batch, aux, PolicyEval(jnp.asarray(logp), jnp.full(shape, 0.7), jnp.asarray(value))
+  bins = jnp.zeros((*shape, 3))
+  return batch, aux, PolicyEval(jnp.asarray(logp), jnp.full(shape, 0.7), jnp.asarray(value), bins)
 
 
 def credit(algorithm: Algorithm) -> tuple[np.ndarray, np.ndarray]:
-  """(advantage, push): push is -dL/dlogp, what a step does to each token of the small batch."""
+  """(advantage, push): push is -dL/dlogp, what a step does to each token of the small batch.
+
+  As in a run, only what the algorithm says it needs is there.
+  """
   batch, aux, policy = small_batch()
+  optional = {"ref_logp", "value"} - algorithm.needs
+  aux = dataclasses.replace(aux, **dict.fromkeys(optional))
+  if "value" in optional:
+    policy = dataclasses.replace(policy, value=None, value_logits=None)
   prepared = make_prepare(algorithm)(batch, aux)
 
   def gain(logp):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from agentrl_jax.losses.arguments import finite, fraction, not_negative
+from agentrl_jax.losses.arguments import a_scale, finite, fraction, not_negative
 from agentrl_jax.ops.scales import (
   TRAJ,
   TURN,
@@ -173,6 +173,8 @@ def distillation() -> AdvantageFn:
 
 def weighted_sum(*parts: tuple[float, AdvantageFn]) -> AdvantageFn:
   """Sum of coefficient x advantage; a value target may come from one part only."""
+  if not parts:
+    raise ValueError("a weighted_sum needs at least one (coefficient, advantage)")
   finite(**{f"coefficient {k}": coef for k, (coef, _) in enumerate(parts)})
 
   def advantage(batch: TrajectoryBatch, aux: Aux) -> Credit:
@@ -192,6 +194,7 @@ def whiten(base: AdvantageFn, scale: Scale, eps: float = 1e-8) -> AdvantageFn:
   Every unit has one vote, the mean of its tokens. Equal advantages give exactly 0; a single unit is
   centred only.
   """
+  a_scale(scale=scale)
   not_negative(eps=eps)
 
   def advantage(batch: TrajectoryBatch, aux: Aux) -> Credit:

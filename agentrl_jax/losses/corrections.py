@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt
 
-from agentrl_jax.losses.arguments import band, fraction, not_negative
+from agentrl_jax.losses.arguments import band, fraction, not_negative, whole
 from agentrl_jax.losses.ratios import at_scale, at_scale_product, per_token
 from agentrl_jax.ops.scales import TRAJ, restrict, scored, spread, unit_mean
 from agentrl_jax.ops.stats import bounded_exp, effective_sample_share, k3, masked, mean
@@ -100,6 +100,7 @@ def drop_covariant(
   `seed`: the same for every packing and device, where public code chooses in each micro-batch.
   """
   fraction(share=share)
+  whole(0, seed=seed)
   if not low < high:
     raise ValueError(f"the covariances are low={low}, high={high}, expected low < high")
 
@@ -154,7 +155,7 @@ def _draw(old: Float[Array, "B T"], batch: TrajectoryBatch, seed: int) -> UInt[A
   """A hash of each token's log-prob bits, id and position (the finaliser of MurmurHash3)."""
   bits = jax.lax.bitcast_convert_type(old, jnp.uint32)
   for extra in (batch.tokens, batch.position):
-    bits = (bits ^ extra.astype(jnp.uint32)) * jnp.uint32(0x85EBCA6B) + jnp.uint32(seed)
+    bits = (bits ^ extra.astype(jnp.uint32)) * jnp.uint32(0x85EBCA6B) + jnp.uint32(seed % 2**32)
     bits = (bits ^ (bits >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
     bits = bits ^ (bits >> jnp.uint32(16))
   return bits

@@ -1,14 +1,16 @@
 """An algorithm explains itself: factories, arguments and formulas are read off its functions.
 
 Every member of a slot is a closure made by a factory, so the factory's name, the values it closed
-over and the first line of its docstring are already there; nothing is registered or repeated.
+over and the first line of its docstring are already there; nothing is registered or repeated. A
+user's own may also be a plain or jitted function, a partial application or an object.
 """
 
 import dataclasses
+import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from agentrl_jax.types import Algorithm
@@ -40,16 +42,15 @@ def describe(algorithm: Algorithm) -> list[Part]:
 
 
 def _parts(role: str, function: Callable, depth: int) -> Iterator[Part]:
-  closed = inspect.getclosurevars(function).nonlocals
+  factory, given, formula = _read(function)
   arguments, inner = [], []
-  for name, value in closed.items():
+  for name, value in given.items():
     functions = _functions(value)
     if functions and not _is_scale(value):
       inner += [(name, f, coefficient) for coefficient, f in functions]
     elif name != "__class__":
       arguments.append((name, _text(value)))
-  name, formula = _factory(function)
-  yield Part(role, name, tuple(arguments), formula, depth)
+  yield Part(role, factory, tuple(arguments), formula, depth)
   for inner_role, part, coefficient in inner:
     label = inner_role if coefficient is None else f"{coefficient:g} x {inner_role}"
     yield from _parts(label, part, depth + 1)
@@ -57,21 +58,39 @@ def _parts(role: str, function: Callable, depth: int) -> Iterator[Part]:
 
 def _functions(value: Any) -> list[tuple[float | None, Callable]]:
   """The functions that an argument holds, with their coefficients where it is a weighted sum."""
-  if inspect.isfunction(value):
+  if _is_function(value):
     return [(None, value)]
   if isinstance(value, tuple | list):
     found = []
     for item in value:
-      if inspect.isfunction(item):
+      if _is_function(item):
         found.append((None, item))
-      elif isinstance(item, tuple) and len(item) == 2 and inspect.isfunction(item[1]):
+      elif isinstance(item, tuple) and len(item) == 2 and _is_function(item[1]):
         found.append((float(item[0]), item[1]))
     return found
   return []
 
 
+def _is_function(value: Any) -> bool:
+  return callable(value) and not isinstance(value, type)
+
+
 def _is_scale(value: Any) -> bool:
   return getattr(value, "__module__", "") == "agentrl_jax.ops.scales"
+
+
+def _read(function: Callable) -> tuple[str, Mapping[str, Any], str]:
+  """(name, arguments, formula): what it closed over, was applied to in part, or has as fields."""
+  if isinstance(function, functools.partial):
+    name, given, formula = _read(function.func)
+    numbered = {f"argument {k}": value for k, value in enumerate(function.args)}
+    return name, {**given, **numbered, **function.keywords}, formula
+  plain = inspect.unwrap(function)  # a jitted function wraps a plain one
+  if inspect.isfunction(plain):
+    name, formula = _factory(plain)
+    return name, inspect.getclosurevars(plain).nonlocals, formula
+  made_by = type(plain)
+  return made_by.__name__, getattr(plain, "__dict__", {}), _first_paragraph(made_by)
 
 
 def _factory(function: Callable) -> tuple[str, str]:
@@ -79,10 +98,16 @@ def _factory(function: Callable) -> tuple[str, str]:
   name = function.__qualname__.split(".<locals>")[0]
   module = sys.modules.get(function.__module__)
   made_by = getattr(module, name, function)
-  return name, (inspect.getdoc(made_by) or "").split("\n\n")[0].replace("\n", " ")
+  return name, _first_paragraph(made_by)
+
+
+def _first_paragraph(documented: Any) -> str:
+  return (inspect.getdoc(documented) or "").split("\n\n")[0].replace("\n", " ")
 
 
 def _text(value: Any) -> str:
+  if getattr(value, "shape", ()):
+    return f"{value.dtype}{list(value.shape)}"
   if inspect.isfunction(value):
     return _factory(value)[0] + _closed_over(value)
   if isinstance(value, float):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from agentrl_jax.losses.arguments import above_zero, finite, fraction
+from agentrl_jax.losses.arguments import above_zero, finite, fraction, within_trajectories
 from agentrl_jax.ops.scales import (
   TOKEN,
   TRAJ,
@@ -76,9 +76,10 @@ def gae(
     critic_lam: of the value target A_k + V_k (default: `lam`).
     learners: which tokens of a unit learn its target: `is_first` or `every_token`.
   """
+  within_trajectories(scale=scale)
   fraction(gamma=gamma)
-  constants = {"lam": lam, "critic_lam": critic_lam}
-  fraction(**{k: x for k, x in constants.items() if x is not None and not callable(x)})
+  constants = {"lam": lam, "critic_lam": lam if critic_lam is None else critic_lam}
+  fraction(**{name: x for name, x in constants.items() if not callable(x)})
 
   def advantage(batch: TrajectoryBatch, aux: Aux) -> Credit:
     value = _value(aux)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from agentrl_jax.losses.arguments import not_negative
+from agentrl_jax.losses.arguments import not_negative, within_trajectories
 from agentrl_jax.ops.scales import TRAJ, Scale, restrict, spread, unit_mean, unit_sum
 from agentrl_jax.ops.stats import bounded_exp
 from agentrl_jax.types import LossBatch, RatioFn
@@ -21,6 +21,7 @@ def per_token() -> RatioFn:
 
 def at_scale(scale: Scale) -> RatioFn:
   """Geometric mean of the unit's token ratios, on each of its tokens (GSPO, arXiv 2507.18071)."""
+  within_trajectories(scale=scale)
 
   def ratio(log_ratio: Float[Array, "B T"], batch: LossBatch) -> Float[Array, "B T"]:
     units = scale(batch.traj)
@@ -31,6 +32,7 @@ def at_scale(scale: Scale) -> RatioFn:
 
 def at_scale_product(scale: Scale) -> RatioFn:
   """Product of the unit's token ratios: the exact ratio of probabilities, explosive in length."""
+  within_trajectories(scale=scale)
 
   def ratio(log_ratio: Float[Array, "B T"], batch: LossBatch) -> Float[Array, "B T"]:
     units = scale(batch.traj)
@@ -41,6 +43,7 @@ def at_scale_product(scale: Scale) -> RatioFn:
 
 def at_scale_arithmetic(scale: Scale) -> RatioFn:
   """Arithmetic mean of the unit's token ratios."""
+  within_trajectories(scale=scale)
 
   def ratio(log_ratio: Float[Array, "B T"], batch: LossBatch) -> Float[Array, "B T"]:
     units = scale(batch.traj)
@@ -85,6 +88,7 @@ def one_sided_clip(low: float = 0.4, high: float = 0.4, scale: Scale = TRAJ) -> 
   are bounds of the log-ratio. A clipped token gets no gradient, the others of its unit do.
   """
   not_negative(low=low, high=high)
+  within_trajectories(scale=scale)
 
   def ratio(log_ratio: Float[Array, "B T"], batch: LossBatch) -> Float[Array, "B T"]:
     sign = jnp.sign(batch.credit.advantage)

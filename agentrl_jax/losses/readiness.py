@@ -11,6 +11,8 @@ from fractions import Fraction
 
 import numpy as np
 
+from agentrl_jax.losses.arguments import finite, not_negative, whole
+
 
 def round_to_grid(x: Fraction | float, parts: int = 10) -> float:
   """Nearest multiple of 1 / parts, ties down: .25 -> .2, .55 -> .5.
@@ -56,6 +58,9 @@ class Readiness:
   window: int = 5
   most_global: float = 0.20
   most_local: float = 0.18
+
+  def __post_init__(self):
+    whole(1, window=self.window)
 
   def why_not(self, problem: str) -> str | None:
     """The first condition that a problem fails, None if it is ready."""
@@ -116,6 +121,15 @@ class ClipController:
   target: float = 0.28
   step: float = 0.02
   most: float = 0.08
+
+  def __post_init__(self):
+    finite(offset=self.offset, base=self.base, target=self.target)
+    not_negative(step=self.step, most=self.most)
+    if abs(self.offset) > self.most or self.most > self.base:
+      raise ValueError(
+        f"the upper clip is base={self.base} + offset={self.offset}, at most {self.most} away: "
+        "expected |offset| <= most <= base"
+      )
 
   @property
   def high(self) -> float:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from agentrl_jax.losses.arguments import whole
+
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
@@ -24,6 +26,9 @@ class Replay:
 
   stored: tuple[Stored, ...] = ()
   capacity: int = 256
+
+  def __post_init__(self):
+    whole(1, capacity=self.capacity)
 
   def push(self, fresh: Sequence[Stored]) -> "Replay":
     """The store with `fresh` at its end and the oldest beyond capacity gone."""

@@ -9,7 +9,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from agentrl_jax.losses.arguments import above_zero
+from agentrl_jax.losses.arguments import a_scale, above_zero, finite
 from agentrl_jax.ops.scales import (
   TRAJ,
   Scale,
@@ -25,6 +25,7 @@ from agentrl_jax.types import Aux, Credit, TrajectoryBatch, WeightFn
 
 def mean_over(scale: Scale) -> WeightFn:
   """Mean over units of the mean over each unit's tokens: 1 / (units x its tokens); sums to 1."""
+  a_scale(scale=scale)
 
   def weight(batch: TrajectoryBatch, aux: Aux, credit: Credit) -> Float[Array, "B T"]:
     del aux, credit
@@ -41,6 +42,7 @@ def nested_mean(outer: Scale, inner: Scale) -> WeightFn:
 
   Trajectories of turns: known to reward having few turns.
   """
+  a_scale(outer=outer, inner=inner)
 
   def weight(batch: TrajectoryBatch, aux: Aux, credit: Credit) -> Float[Array, "B T"]:
     del aux, credit
@@ -93,6 +95,9 @@ def once_explained(base: WeightFn, least: float = 0.0) -> WeightFn:
   Where no run keeps count (`Aux.explained` is None), by this batch's own old values; raises
   ValueError, when traced, where there are none or no targets.
   """
+  finite(least=least)
+  if least >= 1:
+    raise ValueError(f"least is {least}, expected less than 1: no critic explains more than all")
 
   def weight(batch: TrajectoryBatch, aux: Aux, credit: Credit) -> Float[Array, "B T"]:
     if aux.explained is not None:

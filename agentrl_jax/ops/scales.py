@@ -43,8 +43,8 @@ def TRAJ(batch: TrajectoryBatch) -> Partition:
 
 def fixed_chunks(length: int) -> Scale:
   """Chunks of `length` action tokens, counted from the start of each turn; the last is shorter."""
-  if length < 1:
-    raise ValueError(f"chunk length is {length}, expected at least 1")
+  if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+    raise ValueError(f"chunk length is {length!r}, expected a whole number of at least 1")
 
   def chunks(batch: TrajectoryBatch) -> Partition:
     turn = TURN(batch)
@@ -57,8 +57,8 @@ def fixed_chunks(length: int) -> Scale:
 
 def marked_chunks(marks: Sequence[int]) -> Scale:
   """Chunks that end with one of the token ids `marks` (a newline, say) or with their turn."""
-  if not marks:
-    raise ValueError("marked_chunks needs at least one token id")
+  if not isinstance(marks, Sequence) or not marks or not all(type(m) is int for m in marks):
+    raise ValueError(f"marks are {marks!r}, expected a sequence of at least one token id")
 
   def chunks(batch: TrajectoryBatch) -> Partition:
     marked = batch.action & jnp.isin(batch.tokens, jnp.asarray(tuple(marks), batch.tokens.dtype))

@@ -1,13 +1,21 @@
 """What `launch.explain` prints and draws is what the functions are."""
 
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from agentrl_jax.losses import recipes
+from agentrl_jax.losses.advantages import whiten
 from agentrl_jax.losses.corrections import truncated_is
 from agentrl_jax.losses.describe import describe
+from agentrl_jax.losses.values import categorical_value_loss
 from agentrl_jax.losses.weights import mean_over
-from agentrl_jax.ops.scales import TOKEN
+from agentrl_jax.ops.scales import TOKEN, scored
+from agentrl_jax.types import Credit
 from launch.explain import algorithms, credit, explanation, picture, small_batch
 
 ALL = algorithms(["all"])
@@ -40,6 +48,54 @@ def test_every_recipe_explains_itself(name):
   assert all(part.formula for part in described if "lambda" not in part.name)
   text = explanation(name, ALL[name]).plain
   assert name in text and all(need in text for need in ALL[name].needs)
+
+
+def doubled(batch, aux, *, factor=2.0):
+  """Twice the mask."""
+  return Credit(factor * scored(batch).astype(jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Steady:
+  """The mask itself."""
+
+  factor: float = 1.0
+
+  def __call__(self, batch, aux):
+    return doubled(batch, aux, factor=self.factor)
+
+
+def looked_up(table):
+  """A number out of a table."""
+  return lambda batch, aux: doubled(batch, aux, factor=table[0])
+
+
+@pytest.mark.parametrize(
+  ("advantage", "line", "formula"),
+  [
+    (doubled, "doubled()", "Twice the mask."),
+    (jax.jit(doubled), "doubled()", "Twice the mask."),
+    (functools.partial(doubled, factor=3.0), "doubled(factor=3)", "Twice the mask."),
+    (Steady(0.5), "Steady(factor=0.5)", "The mask itself."),
+    (looked_up(jnp.ones(100)), "looked_up(table=float32[100])", "A number out of a table."),
+  ],
+  ids=["plain", "jitted", "partial", "object", "array"],
+)
+def test_functions_of_any_make_explain_themselves(advantage, line, formula):
+  own = recipes.grpo()._replace(advantage=advantage)
+  first = describe(own)[0]
+  assert (str(first), first.formula) == (f"advantage: {line}", formula)
+  inside = describe(own._replace(advantage=whiten(advantage, TOKEN)))[1]
+  assert str(inside) == f"  base: {line}"
+
+
+def test_a_categorical_critic_is_drawn_and_a_forgotten_need_is_told():
+  bins = categorical_value_loss(-1.0, 1.0)
+  scalar, categorical = recipes.ppo(), recipes.ppo(critic=bins)
+  for ours, theirs in zip(credit(categorical), credit(scalar), strict=True):
+    np.testing.assert_array_equal(ours, theirs)
+  with pytest.raises(ValueError, match="needs value: name it in Algorithm.needs"):
+    credit(scalar._replace(needs=frozenset()))
 
 
 def test_unknown_recipes_are_named():

@@ -7,10 +7,14 @@ import re
 import subprocess
 import sys
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from agentrl_jax.ops import scales
 from agentrl_jax.orchestrate import tiny
 from launch.explain import algorithms
+from tests.reference.batches import by_hand, lay_out
 
 ROOT = pathlib.Path(__file__).parents[2]
 CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -83,6 +87,18 @@ def documented() -> str:
 
 def test_the_documented_loss_is_short():
   assert len(documented().splitlines()) <= 25
+
+
+def test_the_documented_scale_halves_turns():
+  """Of three tokens the first two are the first half; of four, two; one token is a first half."""
+  found = re.search(r"```python\n(def HALF.*?)```", (ROOT / "docs/losses.md").read_text(), re.S)
+  assert found
+  names = {**vars(scales), "jnp": jnp}
+  exec(found.group(1), names)
+  made = lay_out([by_hand([-1, 0, 0, 0, -1, 1, 1, 1, 1, -1, 2], [0.0, 0.0, 1.0])])
+  units = names["HALF"](made.batch)
+  np.testing.assert_array_equal(units.ids, [[-1, 0, 0, 1, -1, 2, 2, 3, 3, -1, 4]])
+  assert units.size == 2 * len(made.batch.turn_traj)
 
 
 @pytest.mark.slow

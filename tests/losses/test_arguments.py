@@ -1,4 +1,4 @@
-"""Factories refuse impossible numbers by name, and take the bounds of what is possible."""
+"""Factories refuse impossible arguments by name, and take the bounds of what is possible."""
 
 import pytest
 
@@ -16,12 +16,23 @@ from agentrl_jax.losses.corrections import (
 from agentrl_jax.losses.endpoint import endpoint_baseline
 from agentrl_jax.losses.gae import gae, kl_to_go, relative_horizon, resolution_mix, two_scale_gae
 from agentrl_jax.losses.penalties import entropy_bonus, imitate_successes, kl_to_old
-from agentrl_jax.losses.ratios import at_scale, freeze_stale, mix, per_token
+from agentrl_jax.losses.ratios import (
+  at_scale,
+  at_scale_arithmetic,
+  at_scale_product,
+  freeze_stale,
+  mix,
+  one_sided_clip,
+  per_token,
+  straight_through,
+)
+from agentrl_jax.losses.readiness import ClipController, Readiness
+from agentrl_jax.losses.replay import Replay
 from agentrl_jax.losses.shaping import length_penalty
 from agentrl_jax.losses.surrogates import clip
 from agentrl_jax.losses.values import categorical_value_loss, value_loss
-from agentrl_jax.losses.weights import mean_over, sum_over
-from agentrl_jax.ops.scales import TOKEN, TRAJ
+from agentrl_jax.losses.weights import mean_over, nested_mean, once_explained, sum_over
+from agentrl_jax.ops.scales import GROUP, TOKEN, TRAJ, fixed_chunks, marked_chunks
 
 NAN, INF = float("nan"), float("inf")
 BASE = mean_over(TOKEN)
@@ -77,6 +88,20 @@ BASE = mean_over(TOKEN)
     (lambda: drop_covariant(BASE, 1.5), "share is 1.5"),
     (lambda: drop_covariant(BASE, low=5.0, high=1.0), "low=5.0, high=1.0, expected low < high"),
     (lambda: endpoint_baseline(grid=-0.1), "grid is -0.1"),
+    (lambda: gae(lam=None), "lam is None"),
+    (lambda: weighted_sum(), "at least one (coefficient, advantage)"),
+    (lambda: once_explained(BASE, NAN), "least is nan, expected a finite number"),
+    (lambda: once_explained(BASE, 1.0), "least is 1.0, expected less than 1"),
+    (lambda: drop_covariant(BASE, seed=-1), "seed is -1, expected a whole number of at least 0"),
+    (lambda: drop_covariant(BASE, seed=1.5), "seed is 1.5, expected a whole number"),
+    (lambda: fixed_chunks(2.5), "chunk length is 2.5, expected a whole number of at least 1"),
+    (lambda: marked_chunks(5), "marks are 5, expected a sequence"),
+    (lambda: marked_chunks([1.5]), "marks are [1.5], expected a sequence"),
+    (lambda: ClipController(offset=0.2), "expected |offset| <= most <= base"),
+    (lambda: ClipController(base=0.05), "base=0.05 + offset=0.06, at most 0.08 away"),
+    (lambda: ClipController(target=NAN), "target is nan"),
+    (lambda: Readiness(window=0), "window is 0, expected a whole number of at least 1"),
+    (lambda: Replay(capacity=0), "capacity is 0, expected a whole number of at least 1"),
     (
       lambda: with_clip_high(lambda high: policy_loss(per_token(), clip(1.5, high)), start=0.2),
       "low=1.5, high=0.2",
@@ -87,6 +112,42 @@ def test_an_impossible_number_is_refused_by_name(make, words):
   with pytest.raises(ValueError) as caught:
     make()
   assert words in str(caught.value)
+
+
+WITHIN = {
+  "at_scale": at_scale,
+  "at_scale_product": at_scale_product,
+  "at_scale_arithmetic": at_scale_arithmetic,
+  "straight_through": straight_through,
+  "one_sided_clip": lambda scale: one_sided_clip(scale=scale),
+  "gae": gae,
+  "two_scale_gae": two_scale_gae,
+}
+ANY = {
+  "mean_over": mean_over,
+  "nested_mean": lambda scale: nested_mean(TRAJ, scale),
+  "whiten": lambda scale: whiten(leave_one_out(), scale),
+}
+
+
+@pytest.mark.parametrize("name", [*WITHIN, *ANY])
+def test_a_scale_is_a_function_and_no_name(name):
+  make = {**WITHIN, **ANY}[name]
+  make(TRAJ)
+  with pytest.raises(ValueError, match="is 'turn', expected a function like TURN of ops.scales"):
+    make("turn")
+
+
+@pytest.mark.parametrize("name", list(WITHIN))
+def test_what_sees_one_micro_batch_or_an_order_in_time_refuses_groups(name):
+  """A ratio at GROUP would be of the micro-batch's members: another for every split."""
+  with pytest.raises(ValueError, match="scale is GROUP, expected units .* within one trajectory"):
+    WITHIN[name](GROUP)
+
+
+@pytest.mark.parametrize("name", list(ANY))
+def test_what_sees_the_whole_batch_takes_groups(name):
+  ANY[name](GROUP)
 
 
 def test_the_bounds_are_possible():

@@ -47,7 +47,7 @@ def test_chunks_stay_within_turns():
   np.testing.assert_array_equal(two, [[-1, 1, 1, 3, -1, 5], [6, 6, -1, -1, -1, -1]])
   marked = marked_chunks([7])(batch).ids  # the 7 among the observations marks nothing
   np.testing.assert_array_equal(marked, [[-1, 1, 1, 3, -1, 5], [6, 6, -1, -1, -1, -1]])
-  with pytest.raises(ValueError, match="chunk length is 0, expected at least 1"):
+  with pytest.raises(ValueError, match="chunk length is 0, expected a whole number of at least 1"):
     fixed_chunks(0)
   with pytest.raises(ValueError, match="at least one token id"):
     marked_chunks([])
