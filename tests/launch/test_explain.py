@@ -94,7 +94,7 @@ def test_a_categorical_critic_is_drawn_and_a_forgotten_need_is_told():
   scalar, categorical = recipes.ppo(), recipes.ppo(critic=bins)
   for ours, theirs in zip(credit(categorical), credit(scalar), strict=True):
     np.testing.assert_array_equal(ours, theirs)
-  with pytest.raises(ValueError, match="needs value: name it in Algorithm.needs"):
+  with pytest.raises(ValueError, match="this advantage needs value: name it in"):
     credit(scalar._replace(needs=frozenset()))
 
 
