@@ -88,6 +88,8 @@ class PolicyEval:
   value: Float[Array, "B T"] | None = None
   value_logits: Float[Array, "B T K"] | None = None  # of a categorical critic's K bins
   routers: RouterSums | None = None  # of a mixture of experts
+  # The centres of the critic's first and last bin, where it tells them.
+  value_span: tuple[float, float] | None = flax.struct.field(pytree_node=False, default=None)
 
 
 @flax.struct.dataclass

@@ -11,8 +11,10 @@ from matplotlib.figure import Figure
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from agentrl_jax.losses import surrogates  # noqa: E402
+from agentrl_jax.losses import recipes, surrogates  # noqa: E402
+from agentrl_jax.losses.gae import gae  # noqa: E402
 from agentrl_jax.ops.scales import GROUP, TOKEN, TRAJ, TURN, fixed_chunks  # noqa: E402
+from agentrl_jax.types import Algorithm  # noqa: E402
 from launch.explain import algorithms, picture, small_batch  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
@@ -66,12 +68,18 @@ def gradients() -> Figure:
   return figure
 
 
+def chunked() -> Algorithm:
+  """Credit and ratio at a scale between token and turn, which no recipe has as its default."""
+  scale = fixed_chunks(2)
+  return recipes.mpo(advantage=gae(scale), scale=scale, low=0.2, high=0.28)
+
+
 def main() -> None:
   IMAGES.mkdir(exist_ok=True)
   for name, figure in [
     ("scales", scales()),
     ("surrogates", gradients()),
-    ("credit", picture(algorithms(["all"]))),
+    ("credit", picture({**algorithms(["all"]), "mpo, chunks of 2": chunked()})),
   ]:
     path = IMAGES / f"{name}.png"
     figure.savefig(path, dpi=70)

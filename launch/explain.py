@@ -145,25 +145,33 @@ def credit(algorithm: Algorithm) -> tuple[np.ndarray, np.ndarray]:
 
 
 def picture(chosen: Mapping[str, Algorithm]) -> Figure:
-  """Two heat maps side by side, a row an algorithm and a column a token of the three episodes."""
+  """Two heat maps side by side, a row an algorithm and a column a token of the three episodes.
+
+  Crosses mark tokens whose advantage moves nothing, because a clip stopped it.
+  """
   batch, _, _ = small_batch()
   action = np.asarray(batch.action)
   shown = [np.flatnonzero(row >= 0) for row in np.asarray(batch.traj)]
+
+  def line(numbers: np.ndarray) -> np.ndarray:
+    numbers = np.where(action, numbers, np.nan)
+    return np.concatenate([np.append(numbers[r, at], np.nan) for r, at in enumerate(shown)])
+
+  lines = [[line(numbers) for numbers in credit(algorithm)] for algorithm in chosen.values()]
+  advantages, pushes = map(np.array, zip(*lines, strict=True))
   figure = Figure(figsize=(13, 1.2 + 0.24 * len(chosen)), layout="constrained")
-  for axes, index, title in zip(figure.subplots(1, 2, sharey=True), (0, 1),
-                                ("advantage", "push = -dL/dlogp"), strict=True):  # fmt: skip
-    rows = []
-    for algorithm in chosen.values():
-      numbers = np.where(action, credit(algorithm)[index], np.nan)
-      row = np.concatenate([np.append(numbers[r, at], np.nan) for r, at in enumerate(shown)])
-      rows.append(row / max(np.nanmax(np.abs(row)), 1e-12))
+  left, right = figure.subplots(1, 2, sharey=True)
+  for axes, rows, title in ((left, advantages, "advantage"), (right, pushes, "push = -dL/dlogp")):
+    rows = rows / np.maximum(np.nanmax(np.abs(rows), axis=1, keepdims=True), 1e-12)
     axes.imshow(rows, cmap="RdBu", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")
     axes.set_facecolor("0.85")
     axes.set_yticks(range(len(chosen)), list(chosen))
     edges = np.cumsum([0] + [len(at) + 1 for at in shown])
     labels = ["succeeds", "fails", "cut off"]
     axes.set_xticks((edges[:-1] + edges[1:]) / 2 - 1, labels)
-    axes.set_title(f"{title}, each row over its largest")
+    axes.set_title(f"{title}, each row over its largest (blue up, red down)", fontsize=10)
+  stopped = np.argwhere((advantages != 0) & np.isfinite(advantages) & (pushes == 0))
+  right.plot(stopped[:, 1], stopped[:, 0], "x", color="0.6", markersize=4)
   return figure
 
 

@@ -67,6 +67,11 @@ def categorical(*, low: float, high: float, bins: int = 51, own: bool = False) -
   return make
 
 
+def span(critic: Critic) -> tuple[float, float] | None:
+  """Where the bins of a categorical critic begin and end; None of one that gives numbers."""
+  return None if isinstance(critic.head, ValueHead) else (critic.head.low, critic.head.high)
+
+
 def values(
   forward: Forward,
   critic: Critic,

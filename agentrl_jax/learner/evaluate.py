@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from agentrl_jax.learner.critic import Critic, values
+from agentrl_jax.learner.critic import Critic, span, values
 from agentrl_jax.learner.forward import Forward, make_forward
 from agentrl_jax.learner.rows import split, take
 from agentrl_jax.models.model import Model, Weights, cast
@@ -45,8 +45,11 @@ def policy_eval(
     temperature=temperature,
     spread=batch_sharding(mesh),
   )
-  value, logits = (None, None) if critic is None else values(forward, critic, hidden, traj, dtype)
-  return PolicyEval(logp, entropy, value=value, value_logits=logits, routers=routers)
+  found = PolicyEval(logp, entropy, routers=routers)
+  if critic is None:
+    return found
+  value, logits = values(forward, critic, hidden, traj, dtype)
+  return dataclasses.replace(found, value=value, value_logits=logits, value_span=span(critic))
 
 
 def make_evaluate(

@@ -61,7 +61,10 @@ def by_shared_std(eps: float = 1e-6) -> GroupScale:
 
 
 def by_mean() -> GroupScale:
-  """Divide by the mean return, which must not be negative (MaxRL: maximum likelihood RL)."""
+  """Divide by the mean return, where none may be negative (MaxRL: maximum likelihood RL).
+
+  So not of rewards shaped by a KL or a length: near a mean of 0 advantages would explode.
+  """
 
   def scale(square_sum, count, mean):
     del square_sum, count

@@ -42,6 +42,7 @@ def categorical_value_loss(low: float, high: float, coef: float = 0.5) -> LossFn
   """coef x mean cross-entropy of K bins from `low` to `high` to the two-hot target.
 
   The model gives `value_logits` [B T K] and their mean as `value`; targets outside are clipped.
+  When traced it raises ValueError for a model whose bins span something else.
   """
   if not low < high:
     raise ValueError(f"value bins span {low} to {high}, expected low < high")
@@ -52,6 +53,11 @@ def categorical_value_loss(low: float, high: float, coef: float = 0.5) -> LossFn
     weight, target = _targets(batch)
     learns = weight > 0
     logits = _needed(policy.value_logits, "value_logits")
+    if policy.value_span not in (None, (low, high)):
+      raise ValueError(
+        f"the loss has value bins from {low} to {high}, the critic from {policy.value_span[0]} to "
+        f"{policy.value_span[1]}: give both the same"
+      )
     logits = jnp.where(learns[..., None], logits, 0.0)
     wanted = two_hot(target, low, high, logits.shape[-1])
     entropy = -(wanted * jax.nn.log_softmax(logits, axis=-1)).sum(-1)

@@ -11,7 +11,10 @@ from jaxtyping import Array, Float
 
 from agentrl_jax.losses.arguments import a_scale, above_zero, finite
 from agentrl_jax.ops.scales import (
+  GROUP,
+  TOKEN,
   TRAJ,
+  TURN,
   Scale,
   is_first,
   restrict,
@@ -21,6 +24,8 @@ from agentrl_jax.ops.scales import (
   unit_sum,
 )
 from agentrl_jax.types import Aux, Credit, TrajectoryBatch, WeightFn
+
+NESTED = (TOKEN, TURN, TRAJ, GROUP)  # units of each lie within those of the next
 
 
 def mean_over(scale: Scale) -> WeightFn:
@@ -40,9 +45,12 @@ def mean_over(scale: Scale) -> WeightFn:
 def nested_mean(outer: Scale, inner: Scale) -> WeightFn:
   """Mean over outer units of the mean over their inner units of the token mean; sums to 1.
 
-  Trajectories of turns: known to reward having few turns.
+  Each inner unit must lie within an outer one. Trajectories of turns: known to reward having few
+  turns.
   """
   a_scale(outer=outer, inner=inner)
+  if inner in NESTED and outer in NESTED[: NESTED.index(inner)]:
+    raise ValueError("the inner units hold the outer ones, expected (outer, inner) as (TRAJ, TURN)")
 
   def weight(batch: TrajectoryBatch, aux: Aux, credit: Credit) -> Float[Array, "B T"]:
     del aux, credit

@@ -108,7 +108,7 @@ def test_a_categorical_critic_starts_in_the_middle_and_learns(own):
   algorithm = critic_only()._replace(loss=categorical_value_loss(**ends, coef=1.0))
   first, _, state, errors = trained(categorical(**ends, bins=13, own=own), algorithm, 40, rate=0.03)
   np.testing.assert_allclose(first.value, 0.0, atol=1e-6)
-  assert first.value_logits is None
+  assert first.value_logits is None and first.value_span == (-3.0, 3.0)
   assert errors[-1] < 0.5 * errors[0]
   assert state.critic.head.weight.shape == (16, 13)
 

@@ -32,7 +32,7 @@ from agentrl_jax.losses.shaping import length_penalty
 from agentrl_jax.losses.surrogates import clip
 from agentrl_jax.losses.values import categorical_value_loss, value_loss
 from agentrl_jax.losses.weights import mean_over, nested_mean, once_explained, sum_over
-from agentrl_jax.ops.scales import GROUP, TOKEN, TRAJ, fixed_chunks, marked_chunks
+from agentrl_jax.ops.scales import GROUP, TOKEN, TRAJ, TURN, fixed_chunks, marked_chunks
 
 NAN, INF = float("nan"), float("inf")
 BASE = mean_over(TOKEN)
@@ -88,6 +88,7 @@ BASE = mean_over(TOKEN)
     (lambda: drop_covariant(BASE, 1.5), "share is 1.5"),
     (lambda: drop_covariant(BASE, low=5.0, high=1.0), "low=5.0, high=1.0, expected low < high"),
     (lambda: endpoint_baseline(grid=-0.1), "grid is -0.1"),
+    (lambda: nested_mean(TURN, TRAJ), "the inner units hold the outer ones"),
     (lambda: gae(lam=None), "lam is None"),
     (lambda: weighted_sum(), "at least one (coefficient, advantage)"),
     (lambda: once_explained(BASE, NAN), "least is nan, expected a finite number"),
@@ -125,7 +126,7 @@ WITHIN = {
 }
 ANY = {
   "mean_over": mean_over,
-  "nested_mean": lambda scale: nested_mean(TRAJ, scale),
+  "nested_mean": lambda scale: nested_mean(scale, TURN),
   "whiten": lambda scale: whiten(leave_one_out(), scale),
 }
 

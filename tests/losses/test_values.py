@@ -88,6 +88,16 @@ def test_categorical_value_loss():
     categorical_value_loss(1.0, 1.0)
 
 
+def test_bins_of_critic_and_loss_must_span_the_same():
+  """Else targets would be two-hot over other centres than the values are a mean of."""
+  policy, batch = case()
+  loss = categorical_value_loss(-2.0, 2.0)
+  same = loss(policy.replace(value_span=(-2.0, 2.0)), batch)[0]
+  assert same == loss(policy, batch)[0]
+  with pytest.raises(ValueError, match=r"bins from -2\.0 to 2\.0, the critic from -1\.0 to 2\.0"):
+    loss(policy.replace(value_span=(-1.0, 2.0)), batch)
+
+
 def test_explained_variance_adds_over_micro_batches():
   policy, batch = case()
   learns = batch.credit.value_weight > 0
