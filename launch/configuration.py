@@ -80,5 +80,14 @@ def opened(workdir: flags.FlagHolder[str | None]) -> Path:
 
 
 def as_json(config: flags.FlagHolder) -> str:
-  """The resolved configuration, as JSON that runs again with `config_file:PATH`."""
-  return serialization.dump_json(config.value, indent=2)
+  """The resolved configuration, as JSON that runs again with `config_file:PATH`.
+
+  Raises ValueError where it holds what JSON cannot name: a closure, a partial application.
+  """
+  try:
+    return serialization.dump_json(config.value, indent=2)
+  except (AttributeError, serialization.UnserializableValueError) as error:
+    raise ValueError(
+      "the configuration cannot be written down and run again: it holds something that no import "
+      "gives. Give `fdl.Config(function, ...)` of a module's function, not what it returned"
+    ) from error

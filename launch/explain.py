@@ -42,11 +42,14 @@ def main(arguments: Sequence[str]) -> int:
   console = Console()
   chosen = algorithms(RECIPES.value)
   if CONFIG.value is not None:
-    chosen = {"config": fdl.build(CONFIG.value.algorithm), **chosen}
+    algorithm = CONFIG.value.algorithm
+    made_by = fdl.get_callable(algorithm) if isinstance(algorithm, fdl.Buildable) else None
+    name = ": ".join(["config", *filter(None, [getattr(made_by, "__name__", None)])])
+    chosen = {name: fdl.build(algorithm), **chosen}
   if not chosen:
     raise ValueError("nothing to explain: give --config=config:NAME or --recipes=NAME,...")
   for name, algorithm in chosen.items():
-    console.print(explanation(name, algorithm))
+    console.print(explanation(name, algorithm), soft_wrap=True)
   if PNG.value:
     picture(chosen).savefig(PNG.value, dpi=70)
     console.print(f"credit drawn in {PNG.value}")

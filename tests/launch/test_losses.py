@@ -1,18 +1,24 @@
 """Losses through the commands: every recipe trains, and so does a loss outside the repository."""
 
+import functools
 import json
 import os
 import pathlib
 import re
 import subprocess
 import sys
+import types
 
+import fiddle as fdl
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from agentrl_jax.losses import recipes
 from agentrl_jax.ops import scales
 from agentrl_jax.orchestrate import tiny
+from configs import tiny_rl
+from launch.configuration import as_json
 from launch.explain import algorithms
 from tests.reference.batches import by_hand, lay_out
 
@@ -99,6 +105,15 @@ def test_the_documented_scale_halves_turns():
   units = names["HALF"](made.batch)
   np.testing.assert_array_equal(units.ids, [[-1, 0, 0, 1, -1, 2, 2, 3, 3, -1, 4]])
   assert units.size == 2 * len(made.batch.turn_traj)
+
+
+@pytest.mark.parametrize("algorithm", [recipes.grpo(), fdl.Config(functools.partial(recipes.grpo))])
+def test_what_a_configuration_cannot_hold_is_said(algorithm):
+  """Closures and partial applications have no name to be imported by."""
+  config = tiny_rl()
+  config.algorithm = algorithm
+  with pytest.raises(ValueError, match="of a module's function, not what it returned"):
+    as_json(types.SimpleNamespace(value=config))
 
 
 @pytest.mark.slow
