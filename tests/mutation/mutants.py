@@ -111,6 +111,7 @@ TABLE = {
     ("error = jnp.maximum(error, jnp.square(near - target))", "error = jnp.minimum(error, jnp.square(near - target))"),
     ("return coef * (0.5 * weight * error).sum(), _moments(value, target, learns)", "return coef * (weight * error).sum(), _moments(value, target, learns)"),
     ("return jnp.maximum(0.0, 1.0 - jnp.abs(place[..., None] - centre))", "return jnp.maximum(0.0, 1.0 - jnp.square(place[..., None] - centre))"),
+    ("if policy.value_span not in (None, (low, high)):", "if policy.value_span == (low, high):"),
     ('error = read("value_error_square") - read("value_error") ** 2', 'error = read("value_error_square")'),
   ]),
   f"{LOSSES}/compose.py": (f"{GRADIENTS} tests/losses/test_properties.py", [
@@ -156,6 +157,8 @@ TABLE = {
     ("_expect(given, lambda x: 0 <= x <= 1, \"0 to 1\")", "_expect(given, lambda x: 0 < x < 1, \"0 to 1\")"),
     ("if not 0 <= low <= high:", "if not 0 <= low < high:"),
     ("or not math.isfinite(x) or not holds(float(x)):", "or not holds(float(x)):"),
+    ("if x is GROUP:", "if x is None:"),
+    ("if not callable(x):", "if x is None:"),
   ]),
   f"{LOSSES}/recipes.py": ("tests/losses/test_recipes.py", [
     ("return [kl_to_ref(coef, value_and_gradient(k3, k2))], frozenset({\"ref_logp\"})", "return [kl_to_ref(coef, k3)], frozenset({\"ref_logp\"})"),
@@ -190,6 +193,10 @@ TABLE = {
     ("after = jnp.pad(marked[:, :-1], ((0, 0), (1, 0)))", "after = marked"),
     ("return jnp.where(inside, per_unit[units.ids], jnp.asarray(fill, per_unit.dtype))", "return per_unit[units.ids]"),
     ("return batch.action & (spread(batch.traj_group, TRAJ(batch), fill=-1) >= 0)", "return batch.action"),
+  ]),
+  f"{OPS}/stats.py": ("tests/ops/test_stats.py", [
+    ("return jnp.exp(exponent) * (1.0 - delta - exponent) - 1.0 + delta", "return jnp.exp(exponent) - 1.0 + delta"),
+    ("return Metric(a.total + b.total, a.count + b.count)", "return Metric(a.total + b.total, a.count)"),
   ]),
   f"{OPS}/logprobs.py": ("tests/ops/test_logprobs.py", [
     ("source = jnp.maximum(take - 1, 0)", "source = take"),
