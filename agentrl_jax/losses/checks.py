@@ -7,6 +7,9 @@ import numpy as np
 
 from agentrl_jax.types import TrajectoryBatch
 
+# Squares of larger ones leave float32: the deviation of their group would be infinite.
+MOST_REWARD = 1e15
+
 
 def check_batch(batch: TrajectoryBatch) -> None:
   """Raises ValueError, naming values, if labels, masks, rewards or shapes contradict."""
@@ -62,10 +65,12 @@ def _check_labels(batch: TrajectoryBatch) -> None:
       raise ValueError(
         f"{name} at row {b}, position {t} is {label[b, t]}, expected -1 to {size - 1}"
       )
-  if not np.isfinite(batch.turn_reward[batch.turn_traj >= 0]).all():
-    k = np.flatnonzero((batch.turn_traj >= 0) & ~np.isfinite(batch.turn_reward))[0]
+  odd = (batch.turn_traj >= 0) & ~(np.abs(batch.turn_reward) <= MOST_REWARD)
+  if odd.any():
+    k = np.flatnonzero(odd)[0]
     raise ValueError(
-      f"turn {k} of trajectory {batch.turn_traj[k]} has reward {batch.turn_reward[k]}"
+      f"turn {k} of trajectory {batch.turn_traj[k]} has reward {batch.turn_reward[k]:g}, expected at "
+      f"most {MOST_REWARD:g} in size"
     )
 
 

@@ -57,8 +57,12 @@ def on_padding(name):
   return change
 
 
-def nan_reward(batch):
-  batch.turn_reward[np.flatnonzero(batch.turn_traj >= 0)[1]] = np.nan
+def with_reward(reward):
+  def change(batch):
+    batch.turn_reward[np.flatnonzero(batch.turn_traj >= 0)[1]] = reward
+
+  change.__name__ = f"reward {reward}"
+  return change
 
 
 def silent_turn(batch):
@@ -95,7 +99,9 @@ def no_sentinel(batch):
     (on_padding("sample"), r"action on padding: row \d+, position \d+ has sample -1"),
     (on_padding("traj"), r"action on padding: row \d+, position \d+ has traj -1"),
     (on_padding("turn"), r"action on padding: row \d+, position \d+ has turn -1"),
-    (nan_reward, r"turn \d+ of trajectory \d+ has reward nan"),
+    (with_reward(np.nan), r"turn \d+ of trajectory \d+ has reward nan, expected at most 1e\+15"),
+    (with_reward(-np.inf), r"turn \d+ of trajectory \d+ has reward -inf"),
+    (with_reward(1e25), r"turn \d+ of trajectory \d+ has reward 1e\+25, expected at most 1e\+15"),
     (silent_turn, r"turn \d+ of trajectory \d+ has reward 0.5 and no action token"),
     (positive_logp, r"behavior log-prob at row \d+, position \d+ is 0.5, expected finite"),
     (label_too_large, r"traj at row \d+, position \d+ is 999, expected -1 to \d+"),
