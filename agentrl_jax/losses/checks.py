@@ -69,8 +69,8 @@ def _check_labels(batch: TrajectoryBatch) -> None:
   if odd.any():
     k = np.flatnonzero(odd)[0]
     raise ValueError(
-      f"turn {k} of trajectory {batch.turn_traj[k]} has reward {batch.turn_reward[k]:g}, expected at "
-      f"most {MOST_REWARD:g} in size"
+      f"turn {k} of trajectory {batch.turn_traj[k]} has reward {batch.turn_reward[k]:g}, expected "
+      f"at most {MOST_REWARD:g} in size"
     )
 
 
