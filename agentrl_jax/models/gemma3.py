@@ -86,14 +86,6 @@ def abstract(config: Config) -> DecoderWeights:
   return decoder.around(config, stacked, norm=layers.zeros)
 
 
-def _norm(
-  x: Float[Array, "... D"], weight: Float[Array, "D"], *, epsilon: float
-) -> Float[Array, "... D"]:
-  """x / rms(x) * (1 + weight), all of it in float32."""
-  scale = 1.0 + weight.astype(jnp.float32)
-  return layers.rms_norm(x.astype(jnp.float32), scale, epsilon).astype(x.dtype)
-
-
 def _block(
   config: Config,
   layer: Layer,
@@ -102,7 +94,7 @@ def _block(
   mix: layers.Mix,
   matmul: layers.Matmul,
 ) -> tuple[Float[Array, "B T D"], Any]:
-  norm = functools.partial(_norm, epsilon=config.norm_epsilon)
+  norm = functools.partial(layers.zero_centred_norm, epsilon=config.norm_epsilon)
 
   def mix_scaled(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
     """Attention divides scores by the root of the head dimension; here it is another number."""
@@ -168,7 +160,7 @@ def forward(
 
   x = _embed(config, weights, tokens, dtype)
   x, _ = jax.lax.scan(remat(body), x, (weights.layers, jnp.asarray(config.local)))
-  return _norm(x, weights.final_norm, epsilon=config.norm_epsilon)
+  return layers.zero_centred_norm(x, weights.final_norm, config.norm_epsilon)
 
 
 def decode(
@@ -193,7 +185,7 @@ def decode(
   of_layers = zip(unstack(weights).layers, config.local, strict=True)
   windows = [config.window if local else None for local in config.local]
   x, cache = decoder.decode_layers(run, of_layers, cache, x, position, windows)
-  return _norm(x, weights.final_norm, epsilon=config.norm_epsilon), cache
+  return layers.zero_centred_norm(x, weights.final_norm, config.norm_epsilon), cache
 
 
 def rules(config: Config) -> tuple[Rule, ...]:

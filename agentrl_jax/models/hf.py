@@ -15,7 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from agentrl_jax.models import deepseek_v3, gemma3, glm4_moe, llama, qwen2, qwen3, qwen3_moe
+from agentrl_jax.models import (
+  deepseek_v3,
+  gemma3,
+  glm4_moe,
+  llama,
+  qwen2,
+  qwen3,
+  qwen3_5,
+  qwen3_5_moe,
+  qwen3_moe,
+)
 from agentrl_jax.models.checkpoint_files import (
   PathLike,
   TensorEntry,
@@ -33,6 +43,10 @@ _ARCHITECTURES: Mapping[str, Callable[[Mapping[str, Any]], Model]] = {
   "LlamaForCausalLM": llama.from_hf,
   "Qwen2ForCausalLM": qwen2.from_hf,
   "Qwen3ForCausalLM": qwen3.from_hf,
+  "Qwen3_5ForCausalLM": qwen3_5.from_hf,
+  "Qwen3_5ForConditionalGeneration": qwen3_5.from_hf,
+  "Qwen3_5MoeForCausalLM": qwen3_5_moe.from_hf,
+  "Qwen3_5MoeForConditionalGeneration": qwen3_5_moe.from_hf,
   "Qwen3MoeForCausalLM": qwen3_moe.from_hf,
 }
 _DERIVED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints hold and configurations imply
@@ -78,7 +92,7 @@ def load_weights(
     ValueError: a broken file, by its path; tensors missing, left over, or of another shape or
       stored type than expected, or with numbers that are not finite, by name.
   """
-  files = TensorFiles(directory)
+  files = model.functions.checkpoint(TensorFiles(directory))
   _check(model, files)
   tree = jax.tree.structure(model.abstract(), is_leaf=is_spec)
   count = tree.num_leaves
@@ -119,7 +133,9 @@ def save_weights(
     write_tensors(partial, list(_entries(model, weights, stored)))
     fields = model.functions.to_hf(model.config)
     if copy_from is not None:
-      fields = _copy_settings(pathlib.Path(copy_from), partial)
+      copied = _copy_settings(pathlib.Path(copy_from), partial)
+      # One that wraps the text model's describes other models, too, whose weights are not here.
+      fields = fields if "text_config" in copied else copied
     fields = {name: value for name, value in fields.items() if name != "dtype"}
     fields["torch_dtype"] = stored.name
     (partial / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
@@ -141,7 +157,7 @@ def _require_finite(model: Model, arrays: Sequence[jax.Array], files: TensorFile
 
 def names(rule: Rule, spec: ParamSpec) -> tuple[str, ...]:
   """The Hugging Face tensors that one array of ours holds, in the order of its leading axes."""
-  return tuple(_name(rule, index) for index in indices(rule, spec))
+  return tuple(rule.tensor(index) for index in indices(rule, spec))
 
 
 def indices(rule: Rule, spec: ParamSpec) -> tuple[tuple[int, ...], ...]:
@@ -153,11 +169,6 @@ def indices(rule: Rule, spec: ParamSpec) -> tuple[tuple[int, ...], ...]:
 
 def _stacked_axes(rule: Rule) -> int:
   return ("{layer}" in rule.name) + ("{expert}" in rule.name)
-
-
-def _name(rule: Rule, index: tuple[int, ...]) -> str:
-  layer, expert = (*index, 0, 0)[:2]
-  return rule.name.format(layer=rule.first_layer + layer, expert=expert)
 
 
 def pairs(model: Model) -> list[tuple[ParamSpec, Rule]]:
@@ -205,7 +216,7 @@ def _read_box(
   box = np.empty([len(part) for part in ranges], dtype)
   for place in np.ndindex(*box.shape[:stacked]):
     chosen = tuple(part[i] for part, i in zip(ranges, place, strict=False))
-    box[place] = files.read(_name(rule, chosen), theirs).transpose(back)
+    box[place] = files.read(rule.tensor(chosen), theirs).transpose(back)
   return box
 
 
@@ -220,7 +231,7 @@ def _entries(model: Model, weights: Weights, dtype: np.dtype) -> Iterator[Tensor
       ) -> np.ndarray:
         return np.asarray(array[index]).transpose(rule.perm).astype(stored)
 
-      yield TensorEntry(_name(rule, index), _hf_shape(spec, rule), stored, read)
+      yield TensorEntry(rule.tensor(index), _hf_shape(spec, rule), stored, read)
 
 
 def _copy_settings(source: pathlib.Path, target: pathlib.Path) -> dict[str, Any]:

@@ -75,6 +75,14 @@ def rms_norm(
   return normed * jnp.broadcast_to(scale.astype(x.dtype), normed.shape)
 
 
+def zero_centred_norm(
+  x: Float[Array, "... D"], weight: Float[Array, "D"], epsilon: float
+) -> Float[Array, "... D"]:
+  """x / rms(x) * (1 + weight), all of it in float32."""
+  scale = 1.0 + weight.astype(jnp.float32)
+  return rms_norm(x.astype(jnp.float32), scale, epsilon).astype(x.dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class Linear:
   """Positions are divided by `factor`."""

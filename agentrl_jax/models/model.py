@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int
 
 Weights = Any  # pytree of arrays, or of ParamSpec, of one family's `flax.struct` dataclasses
 Cache = Any  # pytree of arrays with the row axis first, one entry per layer
-KEEP_FLOAT32 = ("correction",)  # names of weights whose steps bfloat16 cannot tell apart
+# Names of weights whose steps bfloat16 cannot tell apart, or that decide over many positions.
+KEEP_FLOAT32 = ("correction", "decay_log", "decay_bias")
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]  # (key, shape, dtype)
 
 
@@ -42,9 +43,10 @@ def param(
 class Rule(NamedTuple):
   """How one Hugging Face tensor lies in our tree: rename, stack and transpose, never a computation.
 
-  The tensor `name`, with `{layer}` replaced by `first_layer` + l and `{expert}` by e, is our array
-  at `path` taken at indices l, e of its leading axes (the whole array where `name` has neither),
-  with its axes permuted: axis i of the Hugging Face tensor is axis `perm[i]` of ours.
+  The tensor `name`, with `{layer}` replaced by `first_layer` + l (or by `numbers[l]`) and
+  `{expert}` by e, is our array at `path` taken at indices l, e of its leading axes (the whole array
+  where `name` has neither), with its axes permuted: axis i of the Hugging Face tensor is axis
+  `perm[i]` of ours.
   """
 
   name: str
@@ -52,6 +54,13 @@ class Rule(NamedTuple):
   perm: tuple[int, ...]
   first_layer: int = 0
   float32: bool = False  # stored so, whatever the rest of a checkpoint is stored as
+  numbers: tuple[int, ...] | None = None  # of the layers, where they do not follow each other
+
+  def tensor(self, index: tuple[int, ...]) -> str:
+    """The name at an index of the leading axes: (), (layer,) or (layer, expert)."""
+    layer, expert = (*index, 0, 0)[:2]
+    number = self.first_layer + layer if self.numbers is None else self.numbers[layer]
+    return self.name.format(layer=number, expert=expert)
 
 
 class Family(NamedTuple):
@@ -69,6 +78,9 @@ class Family(NamedTuple):
     [Any], Mapping[str, int]
   ]  # indivisible parts of a logical axis, where not its size
   forward_routed: Callable[..., tuple[Array, Any]] | None = None  # of a mixture of experts
+  # A `checkpoint_files.TensorFiles` as one whose names `rules` knows, where a file has others.
+  checkpoint: Callable[[Any], Any] = lambda files: files
+  whole_prefixes: bool = False  # a cache row can be continued or copied at its end only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,15 +182,16 @@ class Model:
 
     Row b of the cache holds one sequence from index 0. Keys and values of `tokens[b, n]` are
     written at index `position[b, n]`, and the token attends to indices up to it. A position of -1
-    is padding: nothing is written, and its hidden state is finite and meaningless. Options:
-    `dtype`, `matmul` as in `forward`.
+    is padding: nothing is written, and its hidden state is finite and meaningless. Where a family
+    has `whole_prefixes`, positions follow those that the row was given last, or begin at 0, and
+    padding comes last. Options: `dtype`, `matmul` as in `forward`.
     """
     return self.functions.decode(self.config, weights, cache, tokens, position, **options)
 
 
 def unstack(weights: Weights) -> Weights:
   """The same weights with `layers` as a tuple of one tree a layer, instead of stacked arrays, and
-  `dense_layers` where a family has those.
+  `dense_layers` and `linear_layers` where a family has those.
 
   `decode` takes both; this form saves it a copy of every layer's weights in every call.
   """
@@ -190,7 +203,8 @@ def unstack(weights: Weights) -> Weights:
     count = leaves[0].shape[0] if leaves else 0
     return tuple(jax.tree.map(lambda w, i=index: w[i], stacked) for index in range(count))
 
-  stacks = [name for name in ("dense_layers", "layers") if hasattr(weights, name)]
+  names = ("dense_layers", "linear_layers", "layers")
+  stacks = [name for name in names if hasattr(weights, name)]
   return weights.replace(**{name: split(getattr(weights, name)) for name in stacks})
 
 

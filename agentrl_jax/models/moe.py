@@ -81,24 +81,35 @@ class MoE:
   correction: Float[Array, "E"] | None  # of a `Sigmoid` router; its gradient is zero
   experts: Experts
   shared: layers.MLP | None  # an expert of every token
+  shared_gate: Float[Array, "D 1"] | None = None  # whose sigmoid weights the shared expert
 
   @classmethod
   def abstract(
-    cls, depth: int, embed: int, ffw: int, *, experts: int, shared_ffw: int, router: Router
+    cls,
+    depth: int,
+    embed: int,
+    ffw: int,
+    *,
+    experts: int,
+    shared_ffw: int,
+    router: Router,
+    gated: bool = False,
   ) -> "MoE":
-    """Specs of `depth` layers; `shared_ffw` is 0 for no shared expert."""
+    """Specs of `depth` layers; `shared_ffw` is 0 for no shared expert, which may be `gated`."""
 
     def spec(inputs: int, outputs: int, axes: tuple[str, str]) -> Any:
       shape, axes_ = (depth, experts, inputs, outputs), ("layers", "experts", *axes)
       return param(shape, axes_, layers.scaled_normal)
 
     wide = spec(embed, ffw, ("embed", "ffw"))
+    gate = param((depth, embed, 1), ("layers", "embed", None), layers.scaled_normal)
     corrected = isinstance(router, Sigmoid)
     return cls(
       router=param((depth, embed, experts), ("layers", "embed", None), layers.scaled_normal),
       correction=param((depth, experts), ("layers", None), layers.zeros) if corrected else None,
       experts=Experts(gate=wide, up=wide, down=spec(ffw, embed, ("ffw", "embed"))),
       shared=layers.MLP.abstract(depth, embed, shared_ffw) if shared_ffw else None,
+      shared_gate=gate if gated else None,
     )
 
 
@@ -185,7 +196,10 @@ def moe(
   expert = jnp.where(real[..., None], choice.expert, NOWHERE)
   mixed = compute(weights.experts, x, expert, choice.weight)
   if weights.shared is not None:
-    mixed = mixed + layers.mlp(weights.shared, x, matmul=matmul)
+    shared = layers.mlp(weights.shared, x, matmul=matmul)
+    if weights.shared_gate is not None:
+      shared = shared * jax.nn.sigmoid(matmul(x, weights.shared_gate))
+    mixed = mixed + shared
   return mixed, (sums_of(choice.probability, logits, expert, real), expert)
 
 

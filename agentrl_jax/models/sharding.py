@@ -22,6 +22,7 @@ RULES: Rules = {
   "vocab": "tensor",
   "heads": "tensor",
   "kv_heads": "tensor",
+  "value_heads": "tensor",
   "ffw": "tensor",
   "experts": "expert",
 }

@@ -84,7 +84,7 @@ class EmbeddedEngine:
     self._sharding = cache_sharding(weights, jax.eval_shape(self._empty_cache))
     self._cache = self._new_cache()
     self._programs = make_programs(model, dtype=dtype, max_steps=max_steps, sharding=self._sharding)
-    self._residency = Residency(slots, context)
+    self._residency = Residency(slots, context, whole=model.functions.whole_prefixes)
     self._stops = StopTable(model.config.vocab_size)
     self._waiting: list[Request] = []
     self._running: list[Request] = []  # in order of admission

@@ -36,15 +36,17 @@ def expert_options(model: Model, sharding: Any, rows: int) -> Mapping[str, Any]:
 
 
 def cache_sharding(weights: Weights, cache: Cache) -> Any:
-  """For cache arrays [rows, K, ...]: heads over `tensor`, rows as those of a batch, where they
-  divide.
+  """For cache arrays [rows, K, ...]: heads (or channels) over `tensor`, rows as those of a batch,
+  where all of them divide.
   """
   sharding = jax.tree.leaves(weights)[0].sharding
   if not isinstance(sharding, NamedSharding):
     return sharding
-  rows, heads = jax.tree.leaves(cache)[0].shape[:2]
+  arrays = jax.tree.leaves(cache)
+  rows, heads = arrays[0].shape[0], {array.shape[1] for array in arrays}
   sizes = sharding.mesh.shape
   spread = tuple(axis for axis in BATCH[0] if axis in sizes)
   data = spread if rows % math.prod(sizes[axis] for axis in spread) == 0 else None
-  tensor = "tensor" if heads % sizes.get("tensor", heads + 1) == 0 else None
+  parts = sizes.get("tensor", 0)
+  tensor = "tensor" if parts and not any(size % parts for size in heads) else None
   return NamedSharding(sharding.mesh, PartitionSpec(data, tensor))

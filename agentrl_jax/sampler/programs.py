@@ -127,18 +127,21 @@ def _decode_loop(
 
 
 def length_axes(model: Model) -> Any:
-  """The axis of each cache array that grows with the length; rows are axis 0."""
+  """The axis of each cache array that grows with the length, -1 for one that is of a whole row;
+  rows are axis 0.
+  """
   shorter, longer = (jax.eval_shape(lambda n=n: model.init_cache(1, n)) for n in (1, 2))
-  return jax.tree.map(
-    lambda a, b: next(i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n),
-    shorter,
-    longer,
-  )
+
+  def growing(a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct) -> int:
+    sizes = enumerate(zip(a.shape, b.shape, strict=True))
+    return next((axis for axis, (one, other) in sizes if one != other), -1)
+
+  return jax.tree.map(growing, shorter, longer)
 
 
 def _view(cache: Cache, axes: Any, rows: Int[Array, "R"], length: int, whole: bool) -> Cache:
   def take(array, axis):
-    array = jax.lax.slice_in_dim(array, 0, length, axis=axis)
+    array = array if axis < 0 else jax.lax.slice_in_dim(array, 0, length, axis=axis)
     return array if whole else array.at[rows].get(mode="promise_in_bounds")
 
   return jax.tree.map(take, cache, axes)
@@ -150,6 +153,8 @@ def _put(
   """The cache with the view's rows and indices replaced; no row is in a view twice."""
 
   def write(array, part, axis):
+    if whole and axis < 0:
+      return part
     if whole:
       return jax.lax.dynamic_update_slice_in_dim(array, part, 0, axis=axis)
     index = (rows, *(slice(length if i == axis else None) for i in range(1, array.ndim)))

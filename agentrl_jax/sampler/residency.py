@@ -13,7 +13,9 @@ EMPTY = -1  # never a token id
 class Residency:
   """Invariant: row r's keys and values at indices below length[r] are those of tokens[r]."""
 
-  def __init__(self, rows: int, context: int):
+  def __init__(self, rows: int, context: int, *, whole: bool = False):
+    """`whole`: a row is of use to what begins with all that it holds, and to nothing else."""
+    self.whole = whole
     self.tokens = np.full((rows, context), EMPTY, np.int32)
     self.length = np.zeros(rows, np.int32)
     self.used = np.zeros(rows, np.int64)  # tick of the last use
@@ -48,8 +50,9 @@ class Residency:
       self._touch(row)
 
   def matches(self, ids: Int[np.ndarray, "N"]) -> Int[np.ndarray, "rows"]:
-    """How many leading ids each row holds."""
-    return common_prefix(self.tokens[:, : len(ids)], ids)
+    """How many leading ids each row holds; where rows are of use whole, 0 unless they are all."""
+    match = common_prefix(self.tokens[:, : len(ids)], ids)
+    return np.where(match == self.length, match, 0) if self.whole else match
 
   def claim(self, ids: Int[np.ndarray, "N"]) -> int:
     """Takes a free row for a request that needs the keys and values of `ids`.

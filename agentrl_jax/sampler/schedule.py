@@ -129,7 +129,7 @@ def plan_copy(requests: Sequence[Request], residency: Residency) -> Copy:
     in_place = match[request.row] == match.max()
     source = request.row if in_place else int(match.argmax())
     length = int(match[source])
-    coming = max((_shared(request, earlier) for earlier in unfinished[:i]), default=0)
+    coming = max((_coming(request, e, residency.whole) for e in unfinished[:i]), default=0)
     if coming >= length + WORTH_WAITING:
       continue
     begin.append(request)
@@ -165,6 +165,8 @@ def _ready(request: Request, residency: Residency) -> bool:
   return request.begun and residency.length[request.row] == len(request.context)
 
 
-def _shared(request: Request, other: Request) -> int:
-  shortest = min(len(request.context), len(other.context))
-  return int(common_prefix(other.context[None, :shortest], request.context[:shortest])[0])
+def _coming(request: Request, earlier: Request, whole: bool) -> int:
+  """What a request could copy of an earlier one's row once that is ready."""
+  shortest = min(len(request.context), len(earlier.context))
+  shared = int(common_prefix(earlier.context[None, :shortest], request.context[:shortest])[0])
+  return 0 if whole and shared < len(earlier.context) else shared

@@ -72,9 +72,7 @@ def assemblies(
       raise ValueError(f"{rule.name}: its source {src} is not in the weight tree")
     stacked = ("{layer}" in rule.name) + ("{expert}" in rule.name)
     for index in np.ndindex(*shapes[src][:stacked]):
-      layer, expert = (*index, 0, 0)[:2]
-      name = rule.name.format(layer=rule.first_layer + layer, expert=expert)
-      made.append(assembly(name, src, shapes[src], index=index, perm=rule.perm))
+      made.append(assembly(rule.tensor(index), src, shapes[src], index=index, perm=rule.perm))
   return tuple(made)
 
 

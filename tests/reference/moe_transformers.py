@@ -1,4 +1,5 @@
-"""Random mixtures of experts by transformers, in float32; run as a script by a Python that has it.
+"""Random mixtures of experts, and models with layers of the delta rule, by transformers, in
+float32; run as a script by a Python that has it.
 
 Usage: python moe_transformers.py OUT
 
@@ -41,6 +42,18 @@ DEEPSEEK = SIZES | {
   "num_attention_heads": 3, "num_key_value_heads": 3, "kv_lora_rank": 8, "qk_nope_head_dim": 6,
   "qk_rope_head_dim": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
+QWEN3_5 = SIZES | {
+  "num_attention_heads": 4, "head_dim": 8, "linear_conv_kernel_dim": 3, "linear_key_head_dim": 6,
+  "linear_value_head_dim": 5, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+  "rope_parameters": {
+    "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5,
+  },
+}  # fmt: skip
+DELTA, FULL = "linear_attention", "full_attention"
+IMAGES = {
+  "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 24,
+  "num_position_embeddings": 16, "patch_size": 4,
+}  # fmt: skip
 YARN = {
   "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16,
   "beta_fast": 2.0, "beta_slow": 0.25, "mscale": 0.7, "mscale_all_dim": 1.3,
@@ -71,12 +84,23 @@ CASES = {
     "n_routed_experts": 5, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
     "q_lora_rank": None, "v_head_dim": 12, "norm_topk_prob": False, "num_hidden_layers": 3,
   }),
+  "qwen3_5": ("Qwen3_5", QWEN3_5 | {
+    "layer_types": [DELTA, FULL] * 2, "num_hidden_layers": 4, "max_position_embeddings": 256,
+    "tie_word_embeddings": True, "rms_norm_eps": 1e-3,
+  }),
+  "qwen3_5_moe": ("Qwen3_5Moe", QWEN3_5 | {
+    "layer_types": [DELTA, DELTA, FULL], "num_hidden_layers": 3, "num_experts": 6,
+    "num_experts_per_tok": 2, "shared_expert_intermediate_size": 13,
+  }),
+  "qwen3_5_images": ("Qwen3_5", QWEN3_5 | {"layer_types": [DELTA, FULL]}),
 }  # fmt: skip
 NARROW = {
   "qwen3_moe_unnormalized",
   "glm4_moe",
   "deepseek_v3_direct",
+  "qwen3_5_moe",
 }  # stored as bfloat16 in several files
+LENGTHS = {"qwen3_5": 150}  # more than two chunks of the delta rule
 
 
 def randomize(model) -> None:
@@ -92,12 +116,17 @@ def randomize(model) -> None:
 
 
 def narrow(model) -> None:
-  """To bfloat16, but for the correction biases, which transformers keeps in float32."""
-  kept = {name: value.clone() for name, value in model.named_buffers() if "correction" in name}
+  """To bfloat16, but for the correction biases, which transformers keeps in float32, and the rates
+  of decay, which are published in it.
+  """
+  named = [*model.named_buffers(), *model.named_parameters()]
+  kept = {n: v.detach().clone() for n, v in named if n.endswith(("correction_bias", "A_log"))}
   model.bfloat16()
   for name, value in kept.items():
     module, _, field = name.rpartition(".")
-    setattr(model.get_submodule(module), field, value)
+    owner = model.get_submodule(module)
+    is_parameter = field in dict(owner.named_parameters(recurse=False))
+    setattr(owner, field, torch.nn.Parameter(value) if is_parameter else value)
 
 
 def gradients(model) -> dict[str, np.ndarray]:
@@ -119,8 +148,11 @@ def gradients(model) -> dict[str, np.ndarray]:
 
 def save_case(out: pathlib.Path, name: str, family: str, fields: dict) -> None:
   torch.manual_seed(len(name))
-  kind = getattr(transformers, f"{family}ForCausalLM")
-  model = kind(getattr(transformers, f"{family}Config")(**fields)).float().eval()
+  images = name.endswith("images")
+  kind = getattr(transformers, f"{family}For{'ConditionalGeneration' if images else 'CausalLM'}")
+  text = "Text" if "_5" in family and not images else ""
+  given = {"text_config": fields, "vision_config": IMAGES} if images else fields
+  model = kind(getattr(transformers, f"{family}{text}Config")(**given)).float().eval()
   randomize(model)
   if name in NARROW:
     narrow(model)
@@ -132,8 +164,9 @@ def save_case(out: pathlib.Path, name: str, family: str, fields: dict) -> None:
     attn_implementation="eager",
     experts_implementation="eager",
   ).eval()
-  tokens = torch.randint(0, fields["vocab_size"], (2, 19))
-  weighting = torch.randn(2, 18)
+  length = LENGTHS.get(name, 19)
+  tokens = torch.randint(0, fields["vocab_size"], (2, length))
+  weighting = torch.randn(2, length - 1)
   balanced = {"output_router_logits": True} if family == "Qwen3Moe" else {}
   output = model(tokens, **balanced)
   logp = torch.log_softmax(output.logits.float(), dim=-1)
