@@ -6,6 +6,7 @@ push.
 """
 
 import hashlib
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -13,20 +14,31 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from agentrl_jax.transfer.layout import Assembly, apply, assembly, full, fuse, stack
+from agentrl_jax.transfer.layout import Assembly, apply, assembly, cut, full, fuse, stack
 from agentrl_jax.transfer.plan import Shard, Tensor
 from agentrl_jax.transfer.quantize import Quantization
 
 _FUSED = {
   "qkv_proj": ("q_proj", "k_proj", "v_proj"),
   "gate_up_proj": ("gate_proj", "up_proj"),
+  "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+  "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
+_CHANNELS = ("in_proj_qkv", "conv1d")  # rows are queries, keys and values: a rank has some of each
+_DELTA = ".linear_attn."  # of layers of the delta rule, beside which SGLang has no `self_attn`
 _SHARED = ("k_proj", "v_proj")  # repeated over neighbouring ranks where heads are fewer than ranks
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.(\w+)$")
-_ROW_PARALLEL = ("o_proj", "down_proj")  # weights cut along their input axis
-_QUANTIZED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# Embeddings, head, norms, routers, a critic's head: everything else must be in one of the lists.
-_KEPT = re.compile(r"embed_tokens|lm_head|norm|layernorm|q_norm|k_norm|gate|value_head|score")
+_ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")  # weights cut along their input axis
+_QUANTIZED = (
+  *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+  *("in_proj_qkv", "in_proj_z", "out_proj"),
+)
+# Embeddings, head, norms, routers, a critic's head, what is small in the delta rule: all else must
+# be in one of the lists.
+_KEPT = re.compile(
+  r"embed_tokens|lm_head|norm|layernorm|q_norm|k_norm|gate|value_head|score"
+  r"|conv1d|in_proj_a|in_proj_b|linear_attn"
+)
 _VOCAB = ("embed_tokens", "lm_head")
 _VOCAB_PADDING = 64  # sglang/srt/layers/vocab_parallel_embedding.py
 
@@ -50,6 +62,13 @@ def parameters(
   Raises:
     ValueError: naming a tensor that does not divide over `ranks`.
   """
+  published = tuple(published)
+  hybrid = any(_DELTA in part.dst for part in published)
+  value_rows = {
+    part.dst.rpartition(".in_proj_z.")[0]: part.shape[0]
+    for part in published
+    if _module(part.dst) == "in_proj_z"
+  }
   groups: dict[str, dict[str, Assembly]] = {}
   experts: dict[tuple[str, str], dict[str, dict[int, Assembly]]] = {}
   for part in published:
@@ -57,7 +76,9 @@ def parameters(
       prefix, number, module, kind = found.groups()
       experts.setdefault((prefix, kind), {}).setdefault(module, {})[int(number)] = part
       continue
-    groups.setdefault(_engine_name(part.dst), {})[_module(part.dst)] = part
+    name = _engine_name(part.dst)
+    name = name.replace(".self_attn.", ".") if hybrid else name
+    groups.setdefault(name, {})[_module(part.dst)] = part
   sharing = max(1, ranks // kv_heads) if kv_heads else 1
   made = []
   for name, parts in groups.items():
@@ -65,11 +86,14 @@ def parameters(
     if members:
       if set(parts) != set(members):
         raise ValueError(f"{name} needs {', '.join(members)}, the checkpoint has {sorted(parts)}")
-      shared = [sharing if member in _SHARED else 1 for member in members]
-      fused = fuse(name, [parts[member] for member in members], ranks, sharing=shared)
-      made.append(Parameter(fused, 0))
+      whole = [piece for member in members for piece in _cuts(parts[member], value_rows)]
+      shared = [sharing if _module(piece.dst) in _SHARED else 1 for piece in whole]
+      made.append(Parameter(fuse(name, whole, ranks, sharing=shared), 0))
       continue
     (part,) = parts.values()
+    if _module(name) in _CHANNELS:
+      made.append(Parameter(fuse(name, _cuts(part, value_rows), ranks), 0))
+      continue
     axis = _axis(part)
     if axis is not None and part.shape[axis] % ranks:
       raise ValueError(f"{name} of shape {part.shape} does not divide over {ranks} ranks")
@@ -77,6 +101,20 @@ def parameters(
   for (prefix, kind), modules in experts.items():
     made += _experts(prefix, kind, modules, ranks)
   return tuple(sorted(made, key=lambda parameter: parameter.assembly.dst))
+
+
+def _cuts(part: Assembly, value_rows: Mapping[str, int]) -> list[Assembly]:
+  """The parts of a tensor that each rank has some of: queries, keys and values of channels.
+
+  Args:
+    value_rows: how many rows are values, by the prefix of a layer's tensors.
+  """
+  if _module(part.dst) not in _CHANNELS:
+    return [part]
+  rows, values = part.shape[0], value_rows[part.dst.rsplit(".", 2)[0]]
+  keys = (rows - values) // 2
+  edges = (0, keys, 2 * keys, rows)
+  return [cut(part, 0, start, stop) for start, stop in itertools.pairwise(edges)]
 
 
 def _experts(
@@ -264,7 +302,7 @@ def _engine_name(name: str) -> str:
 
 def _axis(part: Assembly) -> int | None:
   module = _module(part.dst)
-  if module in _VOCAB:
+  if module in _VOCAB or part.dst.endswith((".A_log", ".dt_bias")):
     return 0
   if module in _ROW_PARALLEL:
     return 1 if len(part.shape) == 2 else None

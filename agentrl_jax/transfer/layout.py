@@ -130,6 +130,22 @@ def stack(dst: str, parts: Sequence[Assembly]) -> Assembly:
   return Assembly(dst, (len(parts), *first.shape), view, (whole,))
 
 
+def cut(part: Assembly, axis: int, start: int, stop: int) -> Assembly:
+  """The elements from `start` to `stop` along an axis of a published tensor of one piece, whose
+  view is its shape.
+  """
+  (piece,) = part.pieces
+  if part.shape != part.view:
+    raise ValueError(f"{part.dst}: its view {part.view} is not its shape {part.shape}")
+  source = piece.perm[axis]
+  first = piece.src_box[source][0]
+  src_box = list(piece.src_box)
+  src_box[source] = (first + start, first + stop)
+  shape = (*part.shape[:axis], stop - start, *part.shape[axis + 1 :])
+  piece = piece._replace(src_box=tuple(src_box), dst_box=full(shape))
+  return Assembly(part.dst, shape, shape, (piece,))
+
+
 def fuse(
   dst: str,
   parts: Sequence[Assembly],

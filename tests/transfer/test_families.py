@@ -7,14 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from agentrl_jax.models import gemma3, qwen2, qwen3
+from agentrl_jax.models import gemma3, hybrid_decoder, moe, qwen2, qwen3, qwen3_5, qwen3_5_moe
 from agentrl_jax.models.decoder import Config
 from agentrl_jax.models.hf import save_weights
 from agentrl_jax.models.model import initialize
 from agentrl_jax.models.sharding import make_mesh, shardings
 from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer
-from agentrl_jax.transfer.engine_layout import parameters
+from agentrl_jax.transfer.engine_layout import parameters, quantized_weights
 from agentrl_jax.transfer.layout import apply, assemblies
+from agentrl_jax.transfer.quantize import Quantization
 from agentrl_jax.transfer.transports.disk import DiskTransport
 from tests.reference import transfer
 from tests.transfer.test_sglang import changed, publish, reference, score
@@ -62,6 +63,72 @@ def test_every_tensor_has_a_place_in_the_engine(name):
     parts = [sources[f"layers.attention.{k}_bias"][1] for k in ("query", "key", "value")]
     expected = [np.split(part, 2)[rank] for rank in range(2) for part in parts]
     np.testing.assert_array_equal(bias, np.concatenate(expected))
+
+
+DELTA = SIZES | {
+  "key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 6, "taps": 3, "rotary_dim": 8,
+}  # fmt: skip
+HYBRID = {
+  "qwen3_5": qwen3_5.bind(hybrid_decoder.Config(**DELTA, linear=(True, False))),
+  "qwen3_5_moe": qwen3_5_moe.bind(
+    hybrid_decoder.Config(
+      **DELTA,
+      linear=(True, False),
+      experts=3,
+      expert_ffw=10,
+      router=moe.Softmax(2, normalized=True),
+    )
+  ),
+}
+DELTA_PLACES = {
+  **{f"linear_attn.{name}": 0 for name in ("A_log", "dt_bias", "conv1d.weight")},
+  **{f"linear_attn.{name}": 0 for name in ("in_proj_qkvz.weight", "in_proj_ba.weight")},
+  "linear_attn.norm.weight": None,
+  "linear_attn.out_proj.weight": 1,
+}
+MLP_PLACES = {
+  "qwen3_5": {"mlp.gate_up_proj.weight": 0, "mlp.down_proj.weight": 1},
+  "qwen3_5_moe": {
+    "mlp.gate.weight": None,
+    "mlp.shared_expert_gate.weight": None,
+    "mlp.shared_expert.gate_up_proj.weight": 0,
+    "mlp.shared_expert.down_proj.weight": 1,
+    "mlp.experts.w13_weight": 1,
+    "mlp.experts.w2_weight": 2,
+  },
+}
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_layers_of_the_delta_rule_have_their_place_in_the_engine(name):
+  """Each rank has its queries, keys, values and gates in turn; attention has no prefix there."""
+  model = HYBRID[name]
+  weights = transfer.random_weights(model)
+  leaves, _ = jax.tree_util.tree_flatten_with_path(weights)
+  sources = {".".join(key.name for key in path): np.asarray(leaf) for path, leaf in leaves}
+  published = assemblies(model.rules, {k: v.shape for k, v in sources.items()})
+  made = {p.assembly.dst: p for p in parameters(published, 2)}
+
+  def places(layer):
+    prefix = f"model.layers.{layer}."
+    return {k.removeprefix(prefix): p.axis for k, p in made.items() if k.startswith(prefix)}
+
+  assert places(0) == NORMS | DELTA_PLACES | MLP_PLACES[name]
+  attention = {"qkv_proj.weight": 0, "o_proj.weight": 1} | OWN["qwen3"]
+  assert places(1) == NORMS | attention | MLP_PLACES[name]
+  delta = {k.removeprefix("linear_layers.delta."): v[0] for k, v in sources.items() if "delta" in k}
+  channels = np.split(delta["mixed"].T, [16, 32])
+  rows = [np.split(part, 2) for part in (*channels, delta["gate"].T)]
+  expected = np.concatenate([part[rank] for rank in range(2) for part in rows])
+  fused = made["model.layers.0.linear_attn.in_proj_qkvz.weight"].assembly
+  np.testing.assert_array_equal(apply(fused, sources), expected)
+  taps = np.split(delta["taps"].transpose(2, 1, 0), [16, 32])
+  expected = np.concatenate([np.split(part, 2)[rank] for rank in range(2) for part in taps])
+  fused = made["model.layers.0.linear_attn.conv1d.weight"].assembly
+  np.testing.assert_array_equal(apply(fused, sources), expected)
+  kept = quantized_weights(published, Quantization(block=None))
+  quantized = {k.rpartition("linear_attn.")[2] for k in kept if "linear_attn" in k}
+  assert quantized == {f"{k}.weight" for k in ("in_proj_qkv", "in_proj_z", "out_proj")}
 
 
 @pytest.mark.sglang
