@@ -10,6 +10,7 @@ from configs.pods.qwen3 import (
   qwen3_14b_v5p_8,
   qwen3_30b_a3b_h200_64,
 )
+from configs.pods.qwen3_5 import qwen3_5_0_8b_h200_1
 from configs.quickstart import quickstart
 from configs.tiny import tiny_rl, tiny_sft
 
@@ -19,6 +20,7 @@ __all__ = [
   "quickstart",
   "qwen3_4b_h200_8",
   "qwen3_4b_v5e_16",
+  "qwen3_5_0_8b_h200_1",
   "qwen3_14b_v5p_8",
   "qwen3_30b_a3b_h200_64",
   "tiny_rl",

@@ -3,7 +3,7 @@
 Sizes are those of each model's config.json on huggingface.co.
 """
 
-from agentrl_jax.models import glm4_moe, qwen3, qwen3_moe
+from agentrl_jax.models import glm4_moe, qwen3, qwen3_5, qwen3_moe
 from agentrl_jax.models.model import Model
 
 _QWEN3 = {
@@ -60,6 +60,32 @@ def qwen3_30b_a3b() -> Model:
       "norm_topk_prob": True,
       "moe_intermediate_size": 768,
       "router_aux_loss_coef": 0.001,
+    }
+  )
+
+
+def qwen3_5_0_8b() -> Model:
+  """The text model of https://huggingface.co/Qwen/Qwen3.5-0.8B"""
+  return qwen3_5.from_hf(
+    {
+      "vocab_size": 248320,
+      "hidden_size": 1024,
+      "intermediate_size": 3584,
+      "num_hidden_layers": 24,
+      "num_attention_heads": 8,
+      "num_key_value_heads": 2,
+      "head_dim": 256,
+      "full_attention_interval": 4,
+      "linear_conv_kernel_dim": 4,
+      "linear_key_head_dim": 128,
+      "linear_num_key_heads": 16,
+      "linear_num_value_heads": 16,
+      "linear_value_head_dim": 128,
+      "max_position_embeddings": 262144,
+      "partial_rotary_factor": 0.25,
+      "rope_theta": 1e7,
+      "rms_norm_eps": 1e-6,
+      "tie_word_embeddings": True,
     }
   )
 

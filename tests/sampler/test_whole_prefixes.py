@@ -1,0 +1,92 @@
+"""The engine with a family whose rows are of use only whole: log-probs are the learner's, whatever
+rows are copied, continued or begun anew.
+"""
+
+import asyncio
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from agentrl_jax.models import hybrid_decoder, qwen3_5
+from agentrl_jax.rollout.engine import SamplingParams
+from agentrl_jax.sampler.engine import EmbeddedEngine
+from agentrl_jax.sampler.residency import Residency
+from agentrl_jax.sampler.schedule import Buckets
+from tests.models.test_dense import random_weights
+
+CONTEXT = 64
+MODEL = qwen3_5.bind(
+  hybrid_decoder.Config(
+    vocab_size=29,
+    embed=16,
+    ffw=24,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    head_dim=8,
+    max_position=64,
+    linear=(True, False),
+    key_heads=2,
+    value_heads=4,
+    key_dim=4,
+    value_dim=6,
+    taps=4,
+    rotary_dim=4,
+    tied=True,
+  )
+)
+WEIGHTS = random_weights(MODEL, 0)
+
+
+@jax.jit
+def evaluate(tokens):
+  position = jnp.arange(CONTEXT, dtype=jnp.int32)[None]
+  hidden = MODEL.forward(WEIGHTS, tokens, jnp.zeros_like(tokens), position)
+  return jax.nn.log_softmax(hidden[0] @ MODEL.unembedding(WEIGHTS), axis=-1)
+
+
+def check(prompt, generation):
+  stream = np.zeros((1, CONTEXT), np.int32)
+  ids = [*prompt, *generation.ids.tolist()]
+  stream[0, : len(ids)] = ids
+  logp = np.asarray(evaluate(stream))
+  expected = [logp[i - 1, ids[i]] for i in range(len(prompt), len(ids))]
+  np.testing.assert_allclose(generation.logp, expected, atol=1e-5)
+
+
+def test_rows_are_copied_and_continued_at_their_ends_only():
+  buckets = Buckets(rows=(4,), chunk=(16,), length=(CONTEXT,))
+  engine = EmbeddedEngine(
+    MODEL, WEIGHTS, slots=4, context=CONTEXT, seed=1, buckets=buckets, max_steps=4
+  )
+  rng = np.random.default_rng(1)
+  first = rng.integers(0, 29, 24).tolist()
+  other = [*first[:20], 3, 4, 5]  # shares what no row holds by itself
+  prompts = [first, first, other, first, [7], first]
+
+  async def run():
+    async def one(name, prompt, seed):
+      params = SamplingParams(9, (), 1.0, seed)
+      return await engine.generate(name, prompt, params)
+
+    made = await asyncio.gather(*(one(f"r{i}", p, i) for i, p in enumerate(prompts)))
+    # The last two find no free row, and no row that ends where their prompt does.
+    reused, prefilled = engine.counters["reused_tokens"], engine.counters["prefilled_tokens"]
+    assert (reused, prefilled) == (2 * 23, 23 + 22 + 23)
+    turn = [*first, *made[3].ids.tolist(), 1, 2]
+    return made, turn, await one("turn", turn, 11)
+
+  made, turn, following = asyncio.run(run())
+  for prompt, generation in zip([*prompts, turn], [*made, following], strict=True):
+    check(prompt, generation)
+  assert engine.counters["reused_tokens"] == 2 * 23 + 32
+  assert engine.counters["prefilled_tokens"] == 68 + 2
+
+
+def test_a_row_matches_whole_or_not_at_all():
+  residency = Residency(3, 8, whole=True)
+  residency.append(0, np.array([1, 2, 3]))
+  residency.append(1, np.array([1, 2]))
+  assert residency.matches(np.array([1, 2, 3, 4])).tolist() == [3, 2, 0]
+  assert residency.matches(np.array([1, 2])).tolist() == [0, 2, 0]
