@@ -136,42 +136,43 @@ def _within(
   value: Float[Array, "M B S J R V"],
   log_decay: Float[Array, "M B S J R"],
   strength: Float[Array, "M B S J R"],
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array, Array, Array]:
   """What needs no memory, of all chunks at once.
 
   Returns:
     the logarithm of each position's decay since its sample's first one in the chunk, or its
-    parent's [M B S J R]; how much of what a position of the chunk writes is read by another; and
-    the inverse of the system whose solution is what they write [M B J R S L both].
+    parent's [M B S J R]; and, all [M B J R S L], the decay from one position of the chunk to
+    another that sees it, how much of what the one writes the other reads, and the inverse of the
+    system whose solution is what they write.
   """
   del value
-  decay = jnp.einsum(
-    "mbsl,mbljr->mbsjr",
-    links.sees.astype(jnp.float32),
-    log_decay,
-    precision=jax.lax.Precision.HIGHEST,
-  )
-  by_head = jnp.moveaxis(decay, 2, -1)
-  span = by_head[..., :, None] - by_head[..., None, :]
+  size = query.shape[2]
+  below = jnp.tril(jnp.ones((size, size), bool), -1)
   sees = links.sees[:, :, None, None]
-  between = jnp.where(sees, jnp.exp(jnp.where(sees, span, 0.0)), 0.0)
+  each = jnp.where(sees, jnp.moveaxis(log_decay, 2, -1)[..., None, :], 0.0)
+  # Sums over what lies between two positions: differences of sums from the start would cancel.
+  span = jnp.einsum(
+    "mbjrsl,lk->mbjrsk", each, below.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+  )
+  between = jnp.where(sees, jnp.exp(span), 0.0)
+  decay = jnp.moveaxis(jnp.sum(each, axis=-1), -1, 2)
   reads = jnp.einsum("mbsjp,mbljp->mbjsl", query, key)[:, :, :, None] * between
   alike = jnp.einsum("mbsjp,mbljp->mbjsl", key, key)[:, :, :, None] * between
-  size = query.shape[2]
-  below = jnp.tril(jnp.ones((size, size), bool), -1)[None, None, None, None]
-  system = jnp.where(below, alike * jnp.moveaxis(strength, 2, -1)[..., None], 0.0)
+  system = jnp.where(
+    below[None, None, None, None], alike * jnp.moveaxis(strength, 2, -1)[..., None], 0.0
+  )
   identity = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), system.shape)
   inverse = jax.lax.linalg.triangular_solve(
     system + identity, identity, left_side=True, lower=True, unit_diagonal=True
   )
-  return decay, reads, inverse
+  return decay, between, reads, inverse
 
 
 def _read_and_write(
   links: _Links, parts: tuple[Array, ...], last: Memory, of_parent: Memory | None
 ) -> tuple[tuple[Memory, Memory | None], Float[Array, "B S J R V"]]:
   """One chunk: (the memories after it, what its positions read)."""
-  query, key, value, _, strength, decay, reads, inverse = parts
+  query, key, value, _, strength, decay, between, reads, inverse = parts
 
   def recall(x: Float[Array, "B S J P"]) -> Float[Array, "B S J R V"]:
     """What the memories from before the chunk hold for x."""
@@ -187,18 +188,15 @@ def _read_and_write(
   def memory_at(place: Int[Array, "B"]) -> Memory:
     """After the position `place` of the chunk."""
 
-    def at(x: Array) -> Array:
+    def at(x: Array, axis: int = 1) -> Array:
       index = place.reshape(-1, *[1] * (x.ndim - 1))
-      return jnp.take_along_axis(x, jnp.broadcast_to(index, (len(x), 1, *x.shape[2:])), axis=1)
+      return jnp.take_along_axis(x, index, axis=axis).squeeze(axis)
 
-    here, sees = at(decay), at(links.sees)[:, 0]
-    left = jnp.where(sees[..., None, None], here - decay, 0.0)
-    left = _where(sees, jnp.exp(left))
-    fresh = jnp.einsum("bsjp,bsjr,bsjrv->bjrpv", key, left, written)
-    old = _where(at(links.follows)[:, 0], last)
+    fresh = jnp.einsum("bljp,bjrl,bljrv->bjrpv", key, at(between, 3), written)
+    old = _where(at(links.follows), last)
     if of_parent is not None:
-      old += _where(at(links.returns)[:, 0], of_parent)
-    return fresh + old * jnp.exp(here)[:, 0, ..., None, None]
+      old += _where(at(links.returns), of_parent)
+    return fresh + old * jnp.exp(at(decay))[..., None, None]
 
   after = memory_at(jnp.full(len(last), query.shape[1] - 1))
   if of_parent is not None:
