@@ -28,8 +28,8 @@ DENSE = qwen3_5.bind(
 MOE = qwen3_5_moe.bind(
   hybrid_decoder.Config(
     **SIZES,
-    layers=3,
-    linear=(True, True, False),
+    layers=2,
+    linear=(True, False),
     experts=4,
     expert_ffw=12,
     router=moe.Softmax(2, normalized=True),
@@ -41,7 +41,7 @@ MODELS = {"qwen3_5": DENSE, "qwen3_5_moe": MOE}
 
 @pytest.mark.parametrize("name", CASES)
 def test_log_probs_and_gradients_equal_transformers(moe_reference, name):
-  """Over more than two chunks of the delta rule, and of layers in an order that does not repeat."""
+  """Over more than two chunks of the delta rule; of experts and dense."""
   model, weights, arrays = load(moe_reference, name)
   tokens, sample, position = separate(arrays["tokens"])
 
@@ -62,7 +62,7 @@ def test_log_probs_and_gradients_equal_transformers(moe_reference, name):
   assert checked == sum(key.startswith("grad:") for key in arrays)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)])
 def test_packed_rows_equal_separate_ones(moe_reference, name):
   """Two samples of which one continues a stream of its own, and padding."""
   model, weights, arrays = load(moe_reference, name)
@@ -94,7 +94,7 @@ def test_a_shared_prefix_equals_its_copies():
     np.testing.assert_allclose(hidden, expected[30 : 30 + len(branch)], **TOLERANCE)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param("qwen3_5", marks=pytest.mark.slow), "qwen3_5_moe"])
 def test_decode_equals_forward(name):
   """In chunks whose ends are padding for the shorter row; a row that begins anew forgets."""
   model = MODELS[name]
@@ -124,13 +124,16 @@ def test_replaying_the_choices_changes_nothing():
   weights = random_weights(MOE, 6)
   row = separate(np.random.default_rng(6).integers(0, 48, (2, 8)))
   forward = jax.jit(lambda replay: MOE.forward_routed(weights, *row, replay=replay))
-  hidden, did = forward(jnp.full((2, 8, 3, 2), moe.NOWHERE))
-  assert did.sums.assigned.shape == (3, 4)
+  hidden, did = forward(jnp.full((2, 8, 2, 2), moe.NOWHERE))
+  assert did.sums.assigned.shape == (2, 4)
   again, same = forward(did.expert)
   np.testing.assert_allclose(again, hidden, **TOLERANCE)
   np.testing.assert_array_equal(same.expert, did.expert)
-  _, told = forward(did.expert.at[0, 5, 1].set((did.expert[0, 5, 1] + 1) % 4))
-  assert (np.asarray(told.expert[0, 5, :2]) != np.asarray(did.expert[0, 5, :2])).any(axis=-1)[1]
+  moved = did.expert.at[0, 5, 0].set((did.expert[0, 5, 0] + 1) % 4)
+  other, told = forward(moved)
+  np.testing.assert_array_equal(told.expert, moved)
+  changed = np.abs(np.asarray(other - hidden)).max(axis=-1) > 1e-4
+  assert changed.tolist() == [[False] * 5 + [True] * 3, [False] * 8]
 
 
 def test_decays_stay_in_float32_where_the_rest_is_narrow():
@@ -184,7 +187,9 @@ def test_transformers_checkpoints_return_bitwise(moe_reference, tmp_path, name):
 
 
 def test_the_text_model_of_a_model_of_images(moe_reference, tmp_path):
-  """Its log-probs are those of the whole; it is written as a text model of its own."""
+  """Its log-probs are those of the whole, whose order of layers does not repeat; it is written as a
+  text model of its own.
+  """
   source = moe_reference / "qwen3_5_images"
   model, weights, arrays = load(moe_reference, "qwen3_5_images")
   hidden = jax.jit(model.forward)(weights, *separate(arrays["tokens"]))
@@ -207,7 +212,7 @@ def test_experts_in_one_tensor_are_read_in_boxes(tmp_path):
 
   def fused(tensors):
     made = {name: value for name, value in tensors.items() if ".mlp.experts." not in name}
-    for layer in range(3):
+    for layer in range(2):
       prefix = f"model.layers.{layer}.mlp.experts"
       each = [
         [tensors[f"{prefix}.{e}.{part}_proj.weight"] for e in range(4)]

@@ -91,10 +91,12 @@ CASES = {
     "tie_word_embeddings": True, "rms_norm_eps": 1e-3,
   }),
   "qwen3_5_moe": ("Qwen3_5Moe", QWEN3_5 | {
-    "layer_types": [DELTA, DELTA, FULL], "num_hidden_layers": 3, "num_experts": 6,
-    "num_experts_per_tok": 2, "shared_expert_intermediate_size": 13,
+    "layer_types": [DELTA, FULL], "num_experts": 6, "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 13,
   }),
-  "qwen3_5_images": ("Qwen3_5", QWEN3_5_DENSE | {"layer_types": [DELTA, FULL]}),
+  "qwen3_5_images": ("Qwen3_5", QWEN3_5_DENSE | {
+    "layer_types": [DELTA, DELTA, FULL], "num_hidden_layers": 3,
+  }),
 }  # fmt: skip
 NARROW = {
   "qwen3_moe_unnormalized",
