@@ -71,17 +71,18 @@ def test_rows_are_copied_and_continued_at_their_ends_only():
       return await engine.generate(name, prompt, params)
 
     made = await asyncio.gather(*(one(f"r{i}", p, i) for i, p in enumerate(prompts)))
-    # The last two find no free row, and no row that ends where their prompt does.
+    # Two wait for the first's chunk of 16 and go on from there; the other one has nothing to wait
+    # for, and the last finds no row that ends where it could go on.
     reused, prefilled = engine.counters["reused_tokens"], engine.counters["prefilled_tokens"]
-    assert (reused, prefilled) == (2 * 23, 23 + 22 + 23)
+    assert (reused, prefilled) == (2 * 16, 23 + 2 * 7 + 22 + 23)
     turn = [*first, *made[3].ids.tolist(), 1, 2]
     return made, turn, await one("turn", turn, 11)
 
   made, turn, following = asyncio.run(run())
   for prompt, generation in zip([*prompts, turn], [*made, following], strict=True):
     check(prompt, generation)
-  assert engine.counters["reused_tokens"] == 2 * 23 + 32
-  assert engine.counters["prefilled_tokens"] == 68 + 2
+  assert engine.counters["reused_tokens"] == 2 * 16 + 32
+  assert engine.counters["prefilled_tokens"] == 82 + 2
 
 
 def test_a_row_matches_whole_or_not_at_all():
