@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the environment that benchmarks/train_step.py compares with: TRL 1.16.0 on CPU torch 2.13.0.
+# Makes the environment that benchmarks/train_step.py and train_step_smollm2.py compare with: TRL 1.16.0 on CPU torch 2.13.0.
 # Usage: bash benchmarks/install_trl.sh [DIRECTORY, default .venv-trl]; PYTHON names a Python 3.11.
 set -euo pipefail
 directory=${1:-.venv-trl}

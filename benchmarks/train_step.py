@@ -1,24 +1,21 @@
-"""One GRPO step of SmolLM2-135M beside TRL's, on the same batch, weights and float32.
+"""One GRPO step of a small Llama beside google-tunix's and TRL's: same shapes, weights and float32.
 
-    bash benchmarks/install_trl.sh
-    python -m benchmarks.train_step --model=models/smollm2-135m-instruct [--smoke]
+    bash benchmarks/install_trl.sh && bash benchmarks/install_tunix.sh
+    python -m benchmarks.train_step [--smoke]
 
-32 episodes of 160 tokens in groups of 8: a prompt of 100 that the group shares, an action, a tool's
-result, an action. Ours is evaluate (old log-probs) + prepare + step, with prompts laid once a row
-(the default of `launch.train`) and once an episode; TRL's is its GRPOTrainer's loss, backward, clip
-and AdamW, without a pass for old log-probs and with one. They take turns, so that other work on the
-machine slows all.
+8 layers of width 256 (MLP 768, 4 heads of 64, 2 of keys and values), a vocabulary of 4096, 32
+episodes of 512 tokens in groups of 8 with loss on the last 384. Each side computes loss, gradient,
+clipping and AdamW of given completions in a process of its own, whose high-water mark is its
+memory, without a pass for old log-probs; the sides take turns, so that other work on the machine
+slows all. Ours runs micro-batches; the peers run the whole batch at once and in micro-batches.
 """
 
 import json
 import os
 import platform
-import resource
 import statistics
-import subprocess
+import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,217 +26,138 @@ from absl import app, flags
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from agentrl_jax.learner.evaluate import make_evaluate
-from agentrl_jax.learner.optim import adamw
-from agentrl_jax.learner.state import make_state
-from agentrl_jax.learner.step import make_prepare, make_step
-from agentrl_jax.losses.recipes import grpo
-from agentrl_jax.models.hf import load_model
-from agentrl_jax.models.model import Model
+from agentrl_jax.models import llama
+from agentrl_jax.models.decoder import Config
+from agentrl_jax.models.hf import save_weights
+from agentrl_jax.models.model import initialize
 from agentrl_jax.models.sharding import make_mesh
-from agentrl_jax.orchestrate.pack import Packed, pack, unpack
-from agentrl_jax.rollout.records import Episode, Kind, Outcome, Sample, Segment, Task
-from agentrl_jax.types import Aux, TrajectoryBatch
+from benchmarks.peer import Peer
+from benchmarks.train_step_ours import packed
 
-MODEL = flags.DEFINE_string("model", "models/smollm2-135m-instruct", "A Hugging Face directory.")
-TRL_PYTHON = flags.DEFINE_string("trl_python", ".venv-trl/bin/python", "Made by install_trl.sh.")
+TRL_PYTHON = flags.DEFINE_string("trl_python", ".venv-trl/bin/python", "Of install_trl.sh.")
+TUNIX_PYTHON = flags.DEFINE_string("tunix_python", ".venv-tunix/bin/python", "Of install_tunix.sh.")
 ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed rounds, after one that is not.", lower_bound=1)
-MICRO_ROWS = flags.DEFINE_integer("micro_rows", 8, "Rows of a micro-batch, for both.")
+MICRO_ROWS = flags.DEFINE_integer("micro_rows", 2, "Rows of our micro-batch.", lower_bound=1)
+PEER_ROWS = flags.DEFINE_multi_integer("peer_rows", [32, 4], "Rows of the peers' micro-batches.")
 SMOKE = flags.DEFINE_bool("smoke", False, "One round, nothing written: does it run?")
 OUTPUT = flags.DEFINE_string("output", "benchmarks/results/train_step.json", "Where results go.")
 
-ROWS, LENGTH, PROMPT, GROUP = 32, 160, 100, 8
-SHARED_LENGTH, SHARED_ROWS = 640, 1  # a row that holds a group; a micro-batch as long as TRL's
-Timing = dict[str, float]
+ROWS, LENGTH, PROMPT, GROUP = 32, 512, 128, 8
+OURS = "agentrl_jax"
+CONFIG = Config(
+  vocab_size=4096, embed=256, ffw=768, layers=8, heads=4, kv_heads=2, head_dim=64,
+  max_position=LENGTH, rope_theta=10000.0, norm_epsilon=1e-6, tied=True,
+)  # fmt: skip
+Sample = dict[str, Any]
 
 
-def make_episodes(vocabulary: int) -> list[list[Episode]]:
-  """Groups of episodes of random tokens, all of the same length; rewards 0 or 1."""
+def make_model(directory: Path) -> Any:
+  """Random weights as a Hugging Face directory, with the tokenizer that TRL asks for."""
+  model = llama.bind(CONFIG)
+  weights = initialize(model, jax.random.key(0))
+  save_weights(model, weights, directory)
+  words = {"<|im_end|>": 0} | {str(i): i for i in range(1, CONFIG.vocab_size)}
+  Tokenizer(WordLevel(words, unk_token="<|im_end|>")).save(str(directory / "tokenizer.json"))
+  return weights
+
+
+def make_batch(weights: Any) -> dict[str, np.ndarray]:
+  """Random tokens, rewards 0 or 1, advantages as ours prepares them, the policy's own log-probs."""
   rng = np.random.default_rng(0)
-
-  def ids(size: int) -> np.ndarray:
-    return rng.integers(0, vocabulary, size, dtype=np.int32)
-
-  def action(turn: int, size: int) -> Segment:
-    return Segment(Kind.ACTION, ids(size), turn, -np.ones(size), np.zeros(size, int))
-
-  def episode(group: int, member: int, prompt: Segment) -> Episode:
-    result, call = int(rng.integers(5, 31)), int(rng.integers(10, 21))
-    rest = LENGTH - PROMPT - result - call
-    middle = Segment(Kind.OBSERVATION, ids(result))
-    name, reward = f"{group}/{member}", float(rng.integers(0, 2))
-    sample = Sample((prompt, action(0, call), middle, action(1, rest)), vocabulary, name)
-    return Episode(
-      task=Task("random", "train", group, {}), trajectory_id=name, group_id=str(group),
-      samples=(sample,), reward_parts=({}, {"correct": reward}), turn_rewards=(0.0, reward),
-      outcome=Outcome.SUCCESS if reward else Outcome.FAILURE, terminated=True, truncated=False,
-    )  # fmt: skip
-
-  prompts = [Segment(Kind.PROMPT, ids(PROMPT)) for _ in range(ROWS // GROUP)]
-  return [[episode(g, m, prompt) for m in range(GROUP)] for g, prompt in enumerate(prompts)]
-
-
-def for_trl(packed: Packed, advantage: np.ndarray) -> dict[str, np.ndarray]:
-  """The same batch as TRL's trainer holds it after generation."""
-  samples = [one.samples[0] for one in packed.episodes]
-  tokens = np.stack([sample.ids for sample in samples]).astype(np.int64)
-  action = np.stack([sample.column("action") for sample in samples])
-  return {
+  tokens = rng.integers(1, CONFIG.vocab_size, (ROWS, LENGTH))
+  rewards = rng.integers(0, 2, ROWS).astype(np.float32)
+  groups = np.arange(ROWS) // GROUP
+  each = rewards.reshape(-1, GROUP)
+  centred = each - each.mean(1, keepdims=True)
+  advantage = (centred / (each.std(1, ddof=1, keepdims=True) + 1e-4)).reshape(-1)
+  batch = {
     "prompt_ids": tokens[:, :PROMPT],
     "prompt_mask": np.ones((ROWS, PROMPT), np.int64),
     "completion_ids": tokens[:, PROMPT:],
     "completion_mask": np.ones((ROWS, LENGTH - PROMPT), np.int64),
-    "tool_mask": action[:, PROMPT:].astype(np.int64),
-    "advantages": np.array([x.mean() for x in unpack(advantage, packed)]),
+    "tool_mask": np.ones((ROWS, LENGTH - PROMPT), np.int64),
+    "advantages": advantage,
+    "rewards": rewards,
+    "groups": groups,
   }
-
-
-class Trl:
-  """TRL's process, driven a line at a time."""
-
-  def __init__(self, python: str, model: str, batch: Path, micro_rows: int):
-    script = Path(__file__).with_name("train_step_trl.py")
-    self._process = subprocess.Popen(
-      [python, "-W", "ignore", script, model, batch, str(micro_rows)],
-      stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    self.about = self._read()
-
-  def __call__(self, command: str) -> Timing:
-    assert self._process.stdin is not None
-    self._process.stdin.write(command + "\n")
-    self._process.stdin.flush()
-    return self._read()
-
-  def close(self) -> None:
-    assert self._process.stdin is not None
-    self._process.stdin.close()
-    self._process.wait(timeout=60)
-
-  def _read(self) -> dict[str, Any]:
-    assert self._process.stdout is not None
-    for line in self._process.stdout:
-      if line.startswith("{"):  # its libraries may print as well
-        return json.loads(line)
-    raise RuntimeError(f"TRL's process ended with code {self._process.wait()}")
-
-
-def timed(function: Callable[[], Any]) -> tuple[Any, Timing]:
-  wall, cpu = time.perf_counter(), time.process_time()
-  out = jax.block_until_ready(function())
-  return out, {
-    "wall_seconds": time.perf_counter() - wall,
-    "cpu_seconds": time.process_time() - cpu,
-  }
-
-
-class Ours:
-  """State and compiled functions of our side."""
-
-  def __init__(self, model: Model, directory: str, packed: Packed, micro_rows: int):
-    mesh, optimizer, algorithm = make_mesh(data=1), adamw(1e-5), grpo()
-    self.batch: TrajectoryBatch = jax.tree.map(jnp.asarray, packed.batch)
-    self.state = make_state(model, optimizer, mesh, directory=directory)
-    self.evaluate = make_evaluate(model, mesh, rows=micro_rows)
-    self.prepare = make_prepare(algorithm)
-    self.step = make_step(model, optimizer, algorithm, mesh, micro_rows=micro_rows)
-
-  def round(self, name: str) -> dict[str, Timing]:
-    policy, evaluate = timed(lambda: self.evaluate(self.state.weights, self.batch))
-    loss_batch, prepare = timed(lambda: self.prepare(self.batch, Aux(old_logp=policy.logp)))
-    (self.state, metrics), step = timed(lambda: self.step(self.state, loss_batch))
-    step |= {key: float(metrics[key].total) for key in ("loss", "gradient_norm")}
-    whole = {
-      key: evaluate[key] + prepare[key] + step[key] for key in ("wall_seconds", "cpu_seconds")
-    }
-    return {f"{name} evaluate": evaluate, f"{name} step": step, name: whole}
+  evaluate = make_evaluate(llama.bind(CONFIG), make_mesh(), rows=4)
+  return batch | {"old_logp": np.asarray(evaluate(weights, packed(batch)).logp)}
 
 
 def peak() -> float:
-  """GFLOP/s a CPU-second of a float32 2048 x 2048 product."""
+  """GFLOP/s of a float32 2048 x 2048 product, on all cores, best of four."""
+  import time
+
   a = jnp.ones((2048, 2048))
   product = jax.jit(jnp.matmul)
-  product(a, a).block_until_ready()
-  _, sample = timed(lambda: [product(a, a) for _ in range(4)])
-  return 4 * 2 * 2.048**3 / sample["cpu_seconds"]
+  seconds = []
+  for _ in range(5):
+    start = time.perf_counter()
+    product(a, a).block_until_ready()
+    seconds.append(time.perf_counter() - start)
+  return 2 * 2.048**3 / min(seconds)
 
 
-def median(samples: list[Timing], name: str) -> float:
-  return statistics.median(sample[name] for sample in samples)
+def start(model: Path, batch: Path) -> dict[str, Peer]:
+  here = Path(__file__).parent
+  ours = [sys.executable, "-m", "benchmarks.train_step_ours", model, batch, MICRO_ROWS.value]
+  sides = {OURS: Peer(ours)}
+  for rows in PEER_ROWS.value:
+    for name, python in (("tunix", TUNIX_PYTHON.value), ("trl", TRL_PYTHON.value)):
+      script = here / f"train_step_{name}.py"
+      sides[f"{name}, {rows} rows"] = Peer([python, "-W", "ignore", script, model, batch, rows])
+  return sides
 
 
 def main(argv: list[str]) -> None:
   del argv
-  if not Path(TRL_PYTHON.value).exists():
-    raise SystemExit(f"{TRL_PYTHON.value} is absent: run `bash benchmarks/install_trl.sh`")
-  model = load_model(MODEL.value)
-  groups = make_episodes(model.config.vocab_size)
-  apart = pack(groups, row_length=LENGTH, micro_rows=MICRO_ROWS.value)
-  shared = pack(groups, row_length=SHARED_LENGTH, micro_rows=SHARED_ROWS, share_prompts=True)
-  ours = {
-    "shared": Ours(model, MODEL.value, shared, SHARED_ROWS),
-    "apart": Ours(model, MODEL.value, apart, MICRO_ROWS.value),
-  }
-  zero = jnp.zeros((ROWS, LENGTH), jnp.float32)
-  advantage = ours["apart"].prepare(apart.batch, Aux(old_logp=zero)).credit.advantage
+  for python, script in ((TRL_PYTHON.value, "trl"), (TUNIX_PYTHON.value, "tunix")):
+    if not Path(python).exists():
+      raise SystemExit(f"{python} is absent: run `bash benchmarks/install_{script}.sh`")
   with tempfile.TemporaryDirectory() as directory:
-    path = Path(directory) / "batch.npz"
-    np.savez(path, allow_pickle=False, **for_trl(apart, np.asarray(advantage)))
-    trl = Trl(TRL_PYTHON.value, MODEL.value, path, MICRO_ROWS.value)
-
-    def one_round() -> dict[str, Timing]:
-      found: dict[str, Timing] = {}
-      for name, side in ours.items():
-        found |= side.round(name)
-      return found | {"trl step": trl("step"), "trl old": trl("old")}
-
-    first = one_round()  # compiles; weights are equal here
-    rounds = []
+    model, batch = Path(directory) / "model", Path(directory) / "batch.npz"
+    np.savez(batch, allow_pickle=False, **make_batch(make_model(model)))
+    sides = start(model, batch)
+    first = {name: side("step") for name, side in sides.items()}  # compiles; equal weights
+    rounds: list[dict[str, Sample]] = []
+    peaks = []
     for _ in track(range(1 if SMOKE.value else ROUNDS.value), "rounds"):
-      rounds.append(one_round())
-    peaks = {"jax": peak(), "torch": trl("peak")["gflops"]}
-    trl.close()
-  report(first, rounds, peaks, trl.about)
+      rounds.append({name: side("step") for name, side in sides.items()})
+      peaks.append(peak())
+    for side in sides.values():
+      side.close()
+  report(first, rounds, max(peaks), {name: side.about for name, side in sides.items()})
 
 
 def report(
-  first: dict[str, Timing],
-  rounds: list[dict[str, Timing]],
-  peaks: dict[str, float],
-  about: dict[str, Any],
+  first: dict[str, Sample], rounds: list[dict[str, Sample]], gflops: float, about: dict[str, Any]
 ) -> None:
-  table = Table("part", "CPU-s", "wall s", "CPU-s / TRL's step", "first loss", "gradient norm")
-  parts: dict[str, Timing] = {}
-  for part in rounds[0]:
-    samples = [r[part] for r in rounds]
-    parts[part] = {name: median(samples, name) for name in ("cpu_seconds", "wall_seconds")}
-    parts[part]["cpu_ratio_to_trl_step"] = statistics.median(
-      r[part]["cpu_seconds"] / r["trl step"]["cpu_seconds"] for r in rounds
-    )
-    values = (first[part].get(name) for name in ("loss", "gradient_norm"))
-    numbers = (f"{parts[part][name]:.2f}" for name in parts[part])
-    table.add_row(part, *numbers, *("" if v is None else f"{v:.6g}" for v in values))
-  memory = {
-    "ours, both": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    "trl": max(r["trl step"]["peak_bytes"] for r in rounds),
-  }
-  setting = {
-    "episodes": ROWS, "length": LENGTH, "prompt": PROMPT, "micro_rows": MICRO_ROWS.value,
-    "load_average": os.getloadavg()[0], "cpus": os.cpu_count(),
-    "python": platform.python_version(), "jax": jax.__version__, **about,
-  }  # fmt: skip
+  table = Table("side", "wall s", "CPU-s", "peak GiB", "our wall / its", "our memory / its", "norm")
+  measured = ("wall_seconds", "cpu_seconds", "peak_bytes")
+  found: dict[str, Sample] = {}
+  for name in first:
+    found[name] = {key: statistics.median(r[name][key] for r in rounds) for key in measured}
+    wall = statistics.median(r[OURS]["wall_seconds"] / r[name]["wall_seconds"] for r in rounds)
+    found[name]["our_wall_ratio"] = wall
+    found[name]["our_memory_ratio"] = found[OURS]["peak_bytes"] / found[name]["peak_bytes"]
+    norm = first[name].get("gradient_norm")
+    table.add_row(
+      name, f"{found[name]['wall_seconds']:.2f}", f"{found[name]['cpu_seconds']:.2f}",
+      f"{found[name]['peak_bytes'] / 2**30:.2f}", f"{wall:.2f}",
+      f"{found[name]['our_memory_ratio']:.2f}", "" if norm is None else f"{norm:.6g}",
+    )  # fmt: skip
   Console().print(table)
-  Console().print(
-    f"matmul peak {peaks['jax']:.0f} (jax), {peaks['torch']:.0f} (torch) GFLOP/s per CPU-second; "
-    f"peak memory {memory['ours, both'] / 2**30:.1f} (both of ours) and "
-    f"{memory['trl'] / 2**30:.1f} GiB"
-  )
+  Console().print(f"float32 matmul of 2048: {gflops:.0f} GFLOP/s on all cores")
   if not SMOKE.value:
-    results = {
-      "medians": parts, "matmul_gflops_per_cpu_second": peaks, "peak_bytes": memory,
-      "first_round": first, "rounds": rounds, "setting": setting,
+    setting = {
+      "micro_rows": MICRO_ROWS.value, "load_average": os.getloadavg()[0], "cpus": os.cpu_count(),
+      "python": platform.python_version(), "sides": about, "matmul_gflops": gflops,
     }  # fmt: skip
+    results = {"medians": found, "first_round": first, "rounds": rounds, "setting": setting}
     Path(OUTPUT.value).parent.mkdir(parents=True, exist_ok=True)
     Path(OUTPUT.value).write_text(json.dumps(results, indent=1) + "\n")
 

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from agentrl_jax.models import moe
+from agentrl_jax.models import context, moe
 from agentrl_jax.models.model import Model, Weights
 from agentrl_jax.models.remat import Remat, over_batch, save_everything
 from agentrl_jax.types import RouterSums, TrajectoryBatch
@@ -26,6 +26,8 @@ def make_forward(
   routed = model.functions.forward_routed is not None
   # Not every family has layers to transform.
   options: dict[str, Any] = {} if layered is save_everything else {"remat": layered}
+  if mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
+    options["attend_rows"] = context.attend_on(mesh)
   if routed and mesh.size > 1:
     options["experts"] = moe.sharded_experts(mesh)
 

@@ -8,18 +8,24 @@ share a key-value head, S counts keys.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-_BLOCK = 128  # queries and keys a block; also what a masked block skipped saves
-_PLAIN_LENGTH = 256  # up to here the whole [T T] score matrix is smaller than the blocks' overhead
 Carry = tuple[Array, Array, Array]  # running sums of a loop over blocks
 
+_PLAIN_LENGTH = 256  # up to here the whole [T T] score matrix is smaller than the blocks' overhead
+# Queries and keys a block. A large one reads and writes less memory for its products, a small one
+# stays in a CPU's cache and skips more of what is masked.
+_SMALLEST_BLOCK = 128
+_LARGEST_BLOCK = {"cpu": 128}
+_LARGEST_BLOCK_OF_ACCELERATORS = 512
+
 _LOW = -1e30  # masked scores: finite, so that no gradient is inf - inf
+_LOWEST_PEAK = -1e20  # above it, so that exp(_LOW - peak) is 0 before any key was seen
 
 
 @flax.struct.dataclass
@@ -30,6 +36,13 @@ class Window:
   size: Int[Array, ""]
 
 
+# (query [B T N H], key [B T K H], value [B T K H], sample [B T], parent [B T] or None, window or
+# None) -> [B T N H]
+AttendRows = Callable[
+  [Array, Array, Array, Array, Array | None, Window | None], Float[Array, "B T N H"]
+]
+
+
 def attend(
   query: Float[Array, "B T N H"],
   key: Float[Array, "B T K H"],
@@ -37,11 +50,23 @@ def attend(
   sample: Int[Array, "B T"],
   parent: Int[Array, "B T"] | None = None,
   window: Window | None = None,
+  *,
+  platform: str = "cpu",
 ) -> Float[Array, "B T N H"]:
-  """The one place where an implementation of packed attention is chosen."""
-  if query.shape[1] <= _PLAIN_LENGTH:
+  """The one place where an implementation of packed attention is chosen, by length and platform."""
+  length = query.shape[1]
+  if length <= _PLAIN_LENGTH:
     return attend_plain(query, key, value, sample, parent, window)
-  return attend_blockwise(query, key, value, sample, parent, window)
+  block = block_of(length, platform)
+  return attend_blockwise(query, key, value, sample, parent, window, block=block)
+
+
+def block_of(length: int, platform: str) -> int:
+  """The platform's largest block that pads rows of this length by an eighth at most."""
+  block = _LARGEST_BLOCK.get(platform, _LARGEST_BLOCK_OF_ACCELERATORS)
+  while block > _SMALLEST_BLOCK and -length % block > length // 8:
+    block //= 2
+  return block
 
 
 def attend_plain(
@@ -70,12 +95,12 @@ def attend_blockwise(
   parent: Int[Array, "B T"] | None = None,
   window: Window | None = None,
   *,
-  block: int = _BLOCK,
+  block: int = _SMALLEST_BLOCK,
 ) -> Float[Array, "B T N H"]:
   """The same in memory linear in T, forward and backward (Dao et al. 2022), block by block.
 
-  Blocks above the diagonal, and those before every row's samples or windows begin, are skipped. A
-  sample must be contiguous in its row.
+  Blocks in which no row's queries see a key are skipped: those above the diagonal, before samples
+  or windows begin, and between a sample and its parent. A sample must be contiguous in its row.
   """
   length = query.shape[1]
   extra = -length % block
@@ -83,14 +108,15 @@ def attend_blockwise(
   def pad(x: Array, fill: int) -> Array:
     return jnp.pad(x, [(0, 0), (0, extra), *[(0, 0)] * (x.ndim - 2)], constant_values=fill)
 
-  queries = _grouped(pad(query, 0), key.shape[2])
-  keys, values = _heads_first(pad(key, 0)), _heads_first(pad(value, 0))
   own = pad(sample, -1)
   if window is not None:
     window = Window(pad(window.position, 0), window.size)
-  parents = own if parent is None else pad(parent, -1)
-  mixed = _blockwise(block, queries, keys, values, own, parents, window)
-  return _ungrouped(mixed)[:, :length]
+  seen = _Seen(own, own if parent is None else pad(parent, -1), window)
+  columns = _columns_of(seen, block, continued=parent is not None)
+  queries = _blocks(_grouped(pad(query, 0), key.shape[2]), 3, block)
+  keys, values = (_blocks(_heads_first(pad(x, 0)), 2, block) for x in (key, value))
+  mixed = _blockwise(queries, keys, values, seen, columns)
+  return _ungrouped(_joined(mixed, 3))[:, :length]
 
 
 def attend_cache(
@@ -189,20 +215,69 @@ def _softmax_mix(
   return jnp.einsum("bkgts,bksh->bkgth", weight, value)
 
 
-def _first_blocks(
-  sample: Int[Array, "B T"], parent: Int[Array, "B T"], window: Window | None, block: int
-) -> Int[Array, "T/block"]:
-  """The first key block that each query block needs in any row, made never to decrease."""
-  index = jnp.arange(sample.shape[1])[None]
+@flax.struct.dataclass
+class _Seen:
+  """What decides which keys a query sees; T a multiple of the block."""
+
+  sample: Int[Array, "B T"]
+  parent: Int[Array, "B T"]
+  window: Window | None
+
+
+@flax.struct.dataclass
+class _Columns:
+  """The key blocks that each query block needs in any row: two ranges, and the diagonal ends the
+  second.
+  """
+
+  parents: Int[Array, "T/block"]  # where the first begins
+  of_parents: Int[Array, "T/block"]  # how many it has
+  own: Int[Array, "T/block"]  # where the second begins, after the first has ended
+
+  def count(self, row: Int[Array, ""]) -> Int[Array, ""]:
+    return self.of_parents[row] + row + 1 - self.own[row]
+
+  def at(self, row: Int[Array, ""], index: Int[Array, ""]) -> Int[Array, ""]:
+    before = self.of_parents[row]
+    return jnp.where(index < before, self.parents[row] + index, self.own[row] + index - before)
+
+
+def _columns_of(seen: _Seen, block: int, *, continued: bool) -> _Columns:
+  """Args: continued: whether any sample may have a parent other than itself."""
+  sample, parent, window = seen.sample, seen.parent, seen.window
+  rows, length = sample.shape
+  index = jnp.arange(length, dtype=jnp.int32)[None]
   before = jnp.pad(sample[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-  starts = jnp.where(sample != before, index, 0)
-  start = jnp.where(sample < 0, index, jax.lax.cummax(starts, axis=1))
+  start = jax.lax.cummax(jnp.where(sample != before, index, 0), axis=1)
   if window is not None:  # a sample is contiguous, so its positions count as the row does
     start = jnp.maximum(start, index - window.size + 1)
-  # A stream's parent lies before it: in the extreme at the row's first position.
-  start = jnp.where(parent == sample, start, 0)
-  needed = jnp.min(start.reshape(sample.shape[0], -1, block), axis=(0, 2)) // block
-  return jax.lax.cummin(needed, reverse=True)
+  start = jnp.where(sample < 0, index, start)
+
+  def of_blocks(reduce: Callable[..., Array], x: Array) -> Array:
+    return reduce(x.reshape(rows, -1, block), axis=(0, 2)) // block
+
+  own = of_blocks(jnp.min, start)
+  if not continued:
+    return _Columns(jnp.zeros_like(own), jnp.zeros_like(own), own)
+  first, last = jax.vmap(_runs)(sample, parent)
+  if window is not None:
+    of_first = jnp.take_along_axis(window.position, first, axis=1)
+    first = jnp.maximum(first, first + window.position - window.size + 1 - of_first)
+  there = (parent != sample) & (sample >= 0) & (first <= last)
+  parents = of_blocks(jnp.min, jnp.where(there, first, length))
+  last = jnp.minimum(of_blocks(jnp.max, jnp.where(there, last, -block)), own - 1)
+  return _Columns(parents, jnp.maximum(last - parents + 1, 0), own)
+
+
+def _runs(sample: Int[Array, "T"], ids: Int[Array, "T"]) -> tuple[Int[Array, "T"], Int[Array, "T"]]:
+  """Where the contiguous sample of each id begins and ends; (T, -1) of one that is not there."""
+  order = jnp.argsort(sample, stable=True).astype(jnp.int32)
+  sort = sample[order]
+  left, right = (jnp.searchsorted(sort, ids, side=side) for side in ("left", "right"))
+  there = left < right
+  first = order[jnp.minimum(left, sample.shape[0] - 1)]
+  last = order[jnp.maximum(right - 1, 0)]
+  return jnp.where(there, first, sample.shape[0]), jnp.where(there, last, -1)
 
 
 def _part(x: Array, number: Int[Array, ""], block: int, axis: int) -> Array:
@@ -210,136 +285,132 @@ def _part(x: Array, number: Int[Array, ""], block: int, axis: int) -> Array:
 
 
 def _block_mask(
-  sample: Int[Array, "B T"],
-  parent: Int[Array, "B T"],
-  window: Window | None,
-  row: Int[Array, ""],
-  column: Int[Array, ""],
-  block: int,
-) -> Bool[Array, "B 1 1 block block"]:
+  seen: _Seen, row: Int[Array, ""], column: Int[Array, ""], block: int
+) -> Bool[Array, "B block block"]:
   within = jnp.arange(block)
   causal = (row * block + within)[:, None] >= (column * block + within)[None, :]
-  queries = _part(sample, row, block, 1), _part(parent, row, block, 1)
-  mask = _visible(*queries, _part(sample, column, block, 1)) & causal[None]
-  if window is not None:
-    near = _part(window.position, row, block, 1), _part(window.position, column, block, 1)
-    mask &= _near(*near, window.size)
-  return mask[:, None, None]
+  queries = _part(seen.sample, row, block, 1), _part(seen.parent, row, block, 1)
+  mask = _visible(*queries, _part(seen.sample, column, block, 1)) & causal[None]
+  if seen.window is not None:
+    position = seen.window.position
+    near = _part(position, row, block, 1), _part(position, column, block, 1)
+    mask &= _near(*near, seen.window.size)
+  return mask
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _blockwise(
-  block: int,
-  query: Float[Array, "B K G T H"],
-  key: Float[Array, "B K T H"],
-  value: Float[Array, "B K T H"],
-  sample: Int[Array, "B T"],
-  parent: Int[Array, "B T"],
-  window: Window | None,
-) -> Float[Array, "B K G T H"]:
-  return _blockwise_forward(block, query, key, value, sample, parent, window)[0]
+def _blocks(x: Array, axis: int, block: int) -> Array:
+  """[... T ...] -> [T/block ... block ...]: a block's numbers lie together in memory."""
+  shape = x.shape
+  cut = x.reshape(*shape[:axis], shape[axis] // block, block, *shape[axis + 1 :])
+  return jnp.moveaxis(cut, axis, 0)
 
 
-def _blockwise_forward(
-  block: int,
-  query: Array,
-  key: Array,
-  value: Array,
-  sample: Array,
-  parent: Array,
-  window: Window | None,
-) -> tuple[Array, tuple[Any, ...]]:
-  """Online softmax over key blocks; keeps the log of each row's sum for the backward pass."""
-  first = _first_blocks(sample, parent, window, block)
-
-  def row_block(row: Array) -> tuple[Array, Array]:
-    queries = _part(query, row, block, 3)
-
-    def column_block(
-      column: Array, carry: tuple[Array, Array, Array]
-    ) -> tuple[Array, Array, Array]:
-      mixed, total, peak = carry
-      mask = _block_mask(sample, parent, window, row, column, block)
-      scores = jnp.where(mask, _scores(queries, _part(key, column, block, 2)), _LOW)
-      new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1, keepdims=True))
-      weight = jnp.where(mask, jnp.exp(scores - new_peak), 0.0)
-      shrink = jnp.exp(peak - new_peak)
-      values = _part(value, column, block, 2)
-      added = jnp.einsum(
-        "bkgts,bksh->bkgth",
-        weight.astype(value.dtype),
-        values,
-        preferred_element_type=jnp.float32,
-      )
-      total = total * shrink + jnp.sum(weight, axis=-1, keepdims=True)
-      return mixed * shrink + added, total, new_peak
-
-    zeros = jnp.zeros((*queries.shape[:-1], value.shape[-1]), jnp.float32)
-    column = zeros[..., :1]
-    mixed, total, peak = jax.lax.fori_loop(
-      first[row], row + 1, column_block, (zeros, column, column + _LOW)
-    )
-    safe = jnp.where(total > 0, total, 1.0)
-    return (mixed / safe).astype(query.dtype), jnp.where(total > 0, peak + jnp.log(safe), 0.0)
-
-  mixed, log_total = jax.lax.map(row_block, jnp.arange(first.shape[0]))
-  mixed, log_total = _join(mixed, 3), _join(log_total, 3)
-  return mixed, (query, key, value, sample, parent, window, mixed, log_total)
-
-
-def _join(blocks: Array, axis: int) -> Array:
-  """[blocks ...] -> the blocks one after another along `axis` of what remains."""
+def _joined(blocks: Array, axis: int) -> Array:
+  """What `_blocks` cut, whole again."""
   moved = jnp.moveaxis(blocks, 0, axis)
   shape = moved.shape
   return moved.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
 
 
-def _blockwise_backward(
-  block: int, kept: tuple[Any, ...], mixed_grad: Array
-) -> tuple[Array, Array, Array, None, None, None]:
-  """Recomputes each block's weights from the kept normalisers: one pass over the blocks needed."""
-  query, key, value, sample, parent, window, mixed, log_total = kept
-  first = _first_blocks(sample, parent, window, block)
-  inner = jnp.einsum("bkgth,bkgth->bkgt", mixed_grad, mixed, preferred_element_type=jnp.float32)[
-    ..., None
-  ]
+_product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+_Kept = tuple[Array, Array, Array, _Seen, _Columns, Array, Array]
 
-  def column_block(query_grad: Array, column: Array) -> tuple[Array, tuple[Array, Array]]:
-    keys, values = _part(key, column, block, 2), _part(value, column, block, 2)
 
-    def row_block(row: Array, carry: Carry) -> Carry:
-      query_grad, key_grad, value_grad = carry
-      queries, grads = _part(query, row, block, 3), _part(mixed_grad, row, block, 3)
-      mask = _block_mask(sample, parent, window, row, column, block)
-      shifted = _scores(queries, keys) - _part(log_total, row, block, 3)
-      weight = jnp.where(mask, jnp.exp(jnp.where(mask, shifted, 0.0)), 0.0)
-      product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-      weight_grad = product("bkgth,bksh->bkgts", grads, values) - _part(inner, row, block, 3)
-      score_grad = (weight * weight_grad * query.shape[-1] ** -0.5).astype(query.dtype)
-      value_grad += product("bkgts,bkgth->bksh", weight.astype(query.dtype), grads)
-      key_grad += product("bkgts,bkgth->bksh", score_grad, queries)
-      updated = _part(query_grad, row, block, 3) + product("bkgts,bksh->bkgth", score_grad, keys)
-      query_grad = jax.lax.dynamic_update_slice_in_dim(query_grad, updated, row * block, 3)
-      return query_grad, key_grad, value_grad
+# In what follows T and S are within a block, and n counts blocks.
+@jax.custom_vjp
+def _blockwise(
+  query: Float[Array, "n B K G T H"],
+  key: Float[Array, "n B K S H"],
+  value: Float[Array, "n B K S H"],
+  seen: _Seen,
+  columns: _Columns,
+) -> Float[Array, "n B K G T H"]:
+  return _blockwise_forward(query, key, value, seen, columns)[0]
 
-    zeros = (jnp.zeros(keys.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32))
-    last = jnp.sum(first <= column)  # query blocks from here on begin after this key block
-    query_grad, key_grad, value_grad = jax.lax.fori_loop(
-      column, last, row_block, (query_grad, *zeros)
+
+def _blockwise_forward(
+  query: Array, key: Array, value: Array, seen: _Seen, columns: _Columns
+) -> tuple[Array, _Kept]:
+  """Online softmax over key blocks; keeps the log of each row's sum for the backward pass."""
+  block, scale = query.shape[-2], query.shape[-1] ** -0.5
+  turned = jnp.swapaxes(key, -1, -2)
+
+  def row_block(row: Array) -> tuple[Array, Array]:
+    queries = query[row]
+
+    def column_block(index: Array, carry: Carry) -> Carry:
+      mixed, total, peak = carry
+      column = columns.at(row, index)
+      mask = _block_mask(seen, row, column, block)[:, None, None]
+      scores = _product("bkgth,bkhs->bkgts", queries, turned[column]) * scale
+      scores = jnp.where(mask, scores, _LOW)
+      new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1, keepdims=True))
+      weight = jnp.exp(scores - new_peak)
+      shrink = jnp.exp(peak - new_peak)
+      added = _product("bkgts,bksh->bkgth", weight.astype(value.dtype), value[column])
+      total = total * shrink + jnp.sum(weight, axis=-1, keepdims=True)
+      return mixed * shrink + added, total, new_peak
+
+    zeros = jnp.zeros((*queries.shape[:-1], value.shape[-1]), jnp.float32)
+    ones = zeros[..., :1]
+    mixed, total, peak = jax.lax.fori_loop(
+      0, columns.count(row), column_block, (zeros, ones, ones + _LOWEST_PEAK)
     )
-    return query_grad, (key_grad, value_grad)
+    safe = jnp.where(total > 0, total, 1.0)
+    log_total = jnp.where(total > 0, peak + jnp.log(safe), 0.0)
+    return (mixed / safe).astype(query.dtype), log_total[..., 0]
 
-  query_grad, (key_grad, value_grad) = jax.lax.scan(
-    column_block, jnp.zeros(query.shape, jnp.float32), jnp.arange(first.shape[0])
-  )
-  return (
-    query_grad.astype(query.dtype),
-    _join(key_grad, 2).astype(key.dtype),
-    _join(value_grad, 2).astype(value.dtype),
-    None,
-    None,
-    None,
-  )
+  mixed, log_total = jax.lax.map(row_block, jnp.arange(query.shape[0]))
+  return mixed, (query, key, value, seen, columns, mixed, log_total)
+
+
+def _blockwise_backward(
+  kept: _Kept, mixed_grad: Float[Array, "n B K G T H"]
+) -> tuple[Array, Array, Array, None, None]:
+  """Recomputes each block's weights from the kept normalisers, in one pass over the blocks needed.
+
+  Scores are [S T], keys first, and so is the gradient of queries: then no product has to turn a
+  matrix of scores, which a CPU does element by element across memory.
+  """
+  query, key, value, seen, columns, mixed, log_total = kept
+  block, scale = query.shape[-2], query.shape[-1] ** -0.5
+  turned = jnp.swapaxes(key, -1, -2)
+
+  def row_block(carry: tuple[Array, Array], row: Array) -> tuple[tuple[Array, Array], Array]:
+    queries, grads = query[row], mixed_grad[row]
+    queries_turned = jnp.einsum("bkgth->bkhgt", queries)
+    grads_turned = jnp.einsum("bkgth->bkhgt", grads)
+    inner = _product("bkgth,bkgth->bkgt", grads, mixed[row])[:, :, None]
+    log_totals = log_total[row][:, :, None]
+
+    def column_block(index: Array, carry: Carry) -> Carry:
+      query_grad, key_grad, value_grad = carry
+      column = columns.at(row, index)
+      mask = jnp.swapaxes(_block_mask(seen, row, column, block), 1, 2)[:, None, :, None]
+      scores = _product("bksh,bkhgt->bksgt", key[column], queries_turned) * scale
+      weight = jnp.exp(jnp.where(mask, scores - log_totals, _LOW))
+      weight_grad = _product("bksh,bkhgt->bksgt", value[column], grads_turned)
+      score_grad = (weight * (weight_grad - inner) * scale).astype(query.dtype)
+      of_value = _product("bksgt,bkgth->bksh", weight.astype(query.dtype), grads)
+      of_key = _product("bksgt,bkgth->bksh", score_grad, queries)
+      return (
+        query_grad + _product("bkhs,bksgt->bkhgt", turned[column], score_grad),
+        _added(key_grad, column, of_key),
+        _added(value_grad, column, of_value),
+      )
+
+    start = jnp.zeros(queries_turned.shape, jnp.float32), *carry
+    query_grad, *carry = jax.lax.fori_loop(0, columns.count(row), column_block, start)
+    return tuple(carry), jnp.einsum("bkhgt->bkgth", query_grad).astype(query.dtype)
+
+  zeros = jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
+  (key_grad, value_grad), query_grad = jax.lax.scan(row_block, zeros, jnp.arange(query.shape[0]))
+  return query_grad, key_grad.astype(key.dtype), value_grad.astype(value.dtype), None, None
+
+
+def _added(blocks: Array, number: Int[Array, ""], more: Array) -> Array:
+  """With `more` added to one block, in place."""
+  return jax.lax.dynamic_update_index_in_dim(blocks, blocks[number] + more, number, 0)
 
 
 _blockwise.defvjp(_blockwise_forward, _blockwise_backward)

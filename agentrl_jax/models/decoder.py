@@ -156,13 +156,14 @@ def forward(
   parent: Int[Array, "B T"] | None = None,
   dtype: Any = jnp.float32,
   remat: Remat = save_everything,
+  attend_rows: attention.AttendRows = attention.attend,
   matmul: layers.Matmul = layers.matmul,
 ) -> Float[Array, "B T D"]:
   """See `Model.forward`."""
   by = _rotation(config, position)
 
   def mix(query: Array, key: Array, value: Array) -> tuple[Array, None]:
-    return attention.attend(query, key, value, sample, parent), None
+    return attend_rows(query, key, value, sample, parent, None), None
 
   def body(x: Array, layer: Layer) -> tuple[Array, None]:
     return _block(config, layer, x, by, mix, matmul)

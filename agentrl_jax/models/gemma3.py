@@ -143,6 +143,7 @@ def forward(
   parent: Int[Array, "B T"] | None = None,
   dtype: Any = jnp.float32,
   remat: Remat = save_everything,
+  attend_rows: attention.AttendRows = attention.attend,
   matmul: layers.Matmul = layers.matmul,
 ) -> Float[Array, "B T D"]:
   """See `Model.forward`. Both kinds of layer are one scan: which it is, is an input of its body."""
@@ -154,7 +155,7 @@ def forward(
     window = attention.Window(position, jnp.where(local, config.window, _EVERYWHERE))
 
     def mix(query: Array, key: Array, value: Array) -> tuple[Array, None]:
-      return attention.attend(query, key, value, sample, parent, window), None
+      return attend_rows(query, key, value, sample, parent, window), None
 
     return _block(config, layer, x, by, mix, matmul)
 

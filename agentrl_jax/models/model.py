@@ -136,7 +136,8 @@ class Model:
       parent: the id of the stream of the same row that a position's sample continues, its own where
         none; a family that cannot share prefixes has no such argument.
       **options: `dtype` of activations (float32), `remat` (a transformation of the layer function
-        such as `jax.checkpoint`), `matmul` (a `models.layers.Matmul`).
+        such as `jax.checkpoint`), `matmul` (a `models.layers.Matmul`), `attend_rows` (an
+        `attention.AttendRows`: `context.attend_on(mesh)` on a mesh).
     """
     options |= {} if parent is None else {"parent": parent}
     return self.functions.forward(self.config, weights, tokens, sample, position, **options)

@@ -144,13 +144,14 @@ def forward_routed(
   experts: moe.ComputeExperts = moe.compute_experts,
   dtype: Any = jnp.float32,
   remat: Remat = save_everything,
+  attend_rows: attention.AttendRows = attention.attend,
   matmul: layers.Matmul = layers.matmul,
 ) -> tuple[Float[Array, "B T D"], moe.Routing]:
   """See `Model.forward_routed`."""
   by = rotation(config, position)
 
   def mix(query: Array, key: Array, value: Array) -> tuple[Array, None]:
-    return attention.attend(query, key, value, sample, parent), None
+    return attend_rows(query, key, value, sample, parent, None), None
 
   def dense(x: Array, layer: DenseLayer) -> tuple[Array, None]:
     x, normed, _ = _half(attend, config, layer, x, by, mix, matmul)

@@ -32,7 +32,7 @@ def abstract(config):
 
 
 def forward(
-  config, weights, tokens, sample, position, *, parent=None, dtype=jnp.float32, remat=None
+  config, weights, tokens, sample, position, *, parent=None, dtype=jnp.float32, **options
 ):
   return (weights.embedding[tokens] * weights.norm[None, None, :]).astype(dtype)
 

@@ -120,13 +120,35 @@ def test_a_window_leaves_the_nearest_keys(family, size, seed):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+def columns(sample, parent=None, window=None):
+  """For each block of 4 queries, the blocks of keys that are computed."""
+  parent = sample if parent is None else parent
+  seen = attention._Seen(sample, parent, window)
+  found = attention._columns_of(seen, 4, continued=True)
+  return [
+    [int(found.at(row, index)) for index in range(int(found.count(row)))]
+    for row in range(sample.shape[1] // 4)
+  ]
+
+
 def test_blocks_outside_a_window_are_skipped():
   sample = jnp.zeros((1, 24), jnp.int32)
   position = jnp.arange(24)[None]
   for size, expected in ((1, [0, 1, 2, 3, 4, 5]), (5, [0, 0, 1, 2, 3, 4]), (6, [0, 0, 0, 1, 2, 3])):
     window = attention.Window(position, jnp.asarray(size))
     # Of blocks of 4, the one at index i needs keys from 4 i - size + 1.
-    assert attention._first_blocks(sample, sample, window, 4).tolist() == expected
+    ranges = [list(range(first, row + 1)) for row, first in enumerate(expected)]
+    assert columns(sample, window=window) == ranges
+
+
+def test_blocks_between_a_sample_and_its_parent_are_skipped():
+  sample = jnp.asarray([[0] * 4 + [1] * 8 + [2] * 4 + [3] * 4 + [-1] * 4])
+  parent = jnp.asarray([[0] * 4 + [0] * 8 + [0] * 4 + [1] * 4 + [-1] * 4])
+  assert columns(sample, parent) == [[0], [0, 1], [0, 1, 2], [0, 3], [1, 2, 4], [5]]
+  # Sample 3 begins at position 12 of its stream: a window of 6 leaves of its parent the last five.
+  position = jnp.asarray([[*range(4), *range(4, 12), *range(4, 8), *range(12, 16), *[0] * 4]])
+  window = attention.Window(position, jnp.asarray(3))
+  assert columns(sample, parent, window) == [[0], [0, 1], [1, 2], [0, 3], [2, 4], [5]]
 
 
 @pytest.mark.parametrize("window", [None, 3])
