@@ -1,4 +1,4 @@
-"""TRL's side of benchmarks/train_step.py and train_step_smollm2.py; runs in the environment of install_trl.sh.
+"""TRL's side of train_step.py and train_step_smollm2.py; runs where install_trl.sh installed it.
 
     python train_step_trl.py MODEL BATCH.npz MICRO_ROWS
 

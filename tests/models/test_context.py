@@ -1,4 +1,4 @@
-"""Attention over the `context` axis of a mesh: equal to that of one device, forward and backward."""
+"""Attention over the `context` axis of a mesh is that of one device, forward and backward."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ def packed():
   """Two streams a row, of which the second continues the first in row 0; padding at the end."""
   cuts = np.asarray([[130, 300], [7, 311]])
   index = np.arange(LENGTH)
-  sample = np.where(index < cuts[:, :1], 0, np.where(index < cuts[:, 1:], 1, -1)) + [[0], [2]]
+  sample = np.where(index < cuts[:, :1], np.asarray([[0], [2]]), np.asarray([[1], [3]]))
   sample = np.where(index < cuts[:, 1:], sample, -1)
   parent = np.where(sample == 1, 0, sample)
   position = np.where(sample == 3, index - 7, index)
