@@ -7,7 +7,8 @@
 episodes of 512 tokens in groups of 8 with loss on the last 384. Each side computes loss, gradient,
 clipping and AdamW of given completions in a process of its own, whose high-water mark is its
 memory, without a pass for old log-probs; the sides take turns, so that other work on the machine
-slows all. Ours runs micro-batches; the peers run the whole batch at once and in micro-batches.
+slows all. Ours runs micro-batches, with prompts laid once a group (the default of `launch.train`)
+and once an episode; the peers run the whole batch at once and in micro-batches.
 """
 
 import json
@@ -29,24 +30,24 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from agentrl_jax.learner.evaluate import make_evaluate
 from agentrl_jax.models import llama
 from agentrl_jax.models.decoder import Config
 from agentrl_jax.models.hf import save_weights
 from agentrl_jax.models.model import initialize
-from agentrl_jax.models.sharding import make_mesh
 from benchmarks.peer import Peer
-from benchmarks.train_step_ours import packed
 
 TRL_PYTHON = flags.DEFINE_string("trl_python", ".venv-trl/bin/python", "Of install_trl.sh.")
 TUNIX_PYTHON = flags.DEFINE_string("tunix_python", ".venv-tunix/bin/python", "Of install_tunix.sh.")
 ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed rounds, after one that is not.", lower_bound=1)
-MICRO_ROWS = flags.DEFINE_integer("micro_rows", 2, "Rows of our micro-batch.", lower_bound=1)
+MICRO_ROWS = flags.DEFINE_integer(
+  "micro_rows", 2, "Rows of our micro-batch, prompts apart.", lower_bound=1
+)
 PEER_ROWS = flags.DEFINE_multi_integer("peer_rows", [32, 4], "Rows of the peers' micro-batches.")
 SMOKE = flags.DEFINE_bool("smoke", False, "One round, nothing written: does it run?")
 OUTPUT = flags.DEFINE_string("output", "benchmarks/results/train_step.json", "Where results go.")
 
 ROWS, LENGTH, PROMPT, GROUP = 32, 512, 128, 8
+SHARED_ROWS = 1  # a row holds a group
 OURS = "agentrl_jax"
 CONFIG = Config(
   vocab_size=4096, embed=256, ffw=768, layers=8, heads=4, kv_heads=2, head_dim=64,
@@ -55,26 +56,25 @@ CONFIG = Config(
 Sample = dict[str, Any]
 
 
-def make_model(directory: Path) -> Any:
+def make_model(directory: Path) -> None:
   """Random weights as a Hugging Face directory, with the tokenizer that TRL asks for."""
   model = llama.bind(CONFIG)
-  weights = initialize(model, jax.random.key(0))
-  save_weights(model, weights, directory)
+  save_weights(model, initialize(model, jax.random.key(0)), directory)
   words = {"<|im_end|>": 0} | {str(i): i for i in range(1, CONFIG.vocab_size)}
   Tokenizer(WordLevel(words, unk_token="<|im_end|>")).save(str(directory / "tokenizer.json"))
-  return weights
 
 
-def make_batch(weights: Any) -> dict[str, np.ndarray]:
-  """Random tokens, rewards 0 or 1, advantages as ours prepares them, the policy's own log-probs."""
+def make_batch() -> dict[str, np.ndarray]:
+  """Random tokens, a group's prompts alike; rewards 0 or 1; advantages as ours prepares them."""
   rng = np.random.default_rng(0)
   tokens = rng.integers(1, CONFIG.vocab_size, (ROWS, LENGTH))
+  tokens[:, :PROMPT] = np.repeat(tokens[::GROUP, :PROMPT], GROUP, axis=0)
   rewards = rng.integers(0, 2, ROWS).astype(np.float32)
   groups = np.arange(ROWS) // GROUP
   each = rewards.reshape(-1, GROUP)
   centred = each - each.mean(1, keepdims=True)
   advantage = (centred / (each.std(1, ddof=1, keepdims=True) + 1e-4)).reshape(-1)
-  batch = {
+  return {
     "prompt_ids": tokens[:, :PROMPT],
     "prompt_mask": np.ones((ROWS, PROMPT), np.int64),
     "completion_ids": tokens[:, PROMPT:],
@@ -84,8 +84,6 @@ def make_batch(weights: Any) -> dict[str, np.ndarray]:
     "rewards": rewards,
     "groups": groups,
   }
-  evaluate = make_evaluate(llama.bind(CONFIG), make_mesh(), rows=4)
-  return batch | {"old_logp": np.asarray(evaluate(weights, packed(batch)).logp)}
 
 
 def peak() -> float:
@@ -104,8 +102,11 @@ def peak() -> float:
 
 def start(model: Path, batch: Path) -> dict[str, Peer]:
   here = Path(__file__).parent
-  ours = [sys.executable, "-m", "benchmarks.train_step_ours", model, batch, MICRO_ROWS.value]
-  sides = {OURS: Peer(ours)}
+  ours = [sys.executable, "-m", "benchmarks.train_step_ours", model, batch]
+  sides = {
+    OURS: Peer([*ours, SHARED_ROWS, "shared"]),
+    f"{OURS}, prompts apart": Peer([*ours, MICRO_ROWS.value, "apart"]),
+  }
   for rows in PEER_ROWS.value:
     for name, python in (("tunix", TUNIX_PYTHON.value), ("trl", TRL_PYTHON.value)):
       script = here / f"train_step_{name}.py"
@@ -120,7 +121,8 @@ def main(argv: list[str]) -> None:
       raise SystemExit(f"{python} is absent: run `bash benchmarks/install_{script}.sh`")
   with tempfile.TemporaryDirectory() as directory:
     model, batch = Path(directory) / "model", Path(directory) / "batch.npz"
-    np.savez(batch, allow_pickle=False, **make_batch(make_model(model)))
+    make_model(model)
+    np.savez(batch, allow_pickle=False, **make_batch())
     sides = start(model, batch)
     first = {name: side("step") for name, side in sides.items()}  # compiles; equal weights
     rounds: list[dict[str, Sample]] = []
