@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType
 from tunix.models.llama3 import model as llama
 from tunix.models.llama3 import params
 from tunix.rl import algo_core, common, trainer
@@ -35,7 +36,7 @@ def load(directory: str) -> llama.Llama3:
     num_kv_heads=fields["num_key_value_heads"], rope_theta=int(fields["rope_theta"]),
     norm_eps=fields["rms_norm_eps"], weight_tying=fields["tie_word_embeddings"],
   )  # fmt: skip
-  mesh = jax.make_mesh((1, 1), ("fsdp", "tp"))
+  mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), (AxisType.Auto,) * 2)
   return params.create_model_from_safe_tensors(directory, config, mesh, dtype=jnp.float32)
 
 

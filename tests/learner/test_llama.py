@@ -45,6 +45,13 @@ def test_sharded_equals_one_device():
   assert (one[0].logp[batch.action] < 0).all() and (one[0].logp[~batch.action] == 0).all()
 
 
+def test_rows_cut_over_a_context_axis_equal_one_device():
+  batch = random_batch(3, rows=4, length=272, vocabulary=32)  # long enough for attention in blocks
+  one = one_step(make_mesh(data=1), 4, batch)
+  many = one_step(make_mesh(fsdp=2, context=2, tensor=2), 2, batch)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6, rtol=1e-4), one, many)
+
+
 def test_an_oracle_is_learned_by_heart():
   mesh = make_mesh(data=1)
   batch = random_batch(4, rows=8, vocabulary=32)

@@ -1,0 +1,83 @@
+"""The longest row that a training step of Qwen3-4B fits on H200s, one row at a time; planned.
+
+    bash launch/environment.sh --extra=plan-gpu --dir=.venv-plan
+    .venv-plan/bin/python -m benchmarks.context_length [--context=8] [--smoke]
+
+Compiles the step of `config:qwen3_4b_h200_8` for a mesh with only a context axis at two lengths,
+draws a line through the compiler's peaks, and compiles what the line says fits just so and what
+does not: memory is linear in T where those agree.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+from agentrl_jax.analysis.planning import chips
+
+CONTEXT = flags.DEFINE_multi_integer("context", [1, 8], "Devices that a row is cut over.")
+LENGTHS = flags.DEFINE_list("lengths", ["16384", "32768"], "Positions a device, for the line.")
+SMOKE = flags.DEFINE_bool("smoke", False, "The two lengths only, nothing written.")
+OUTPUT = flags.DEFINE_string("output", "benchmarks/results/context_length.json", "Results.")
+UNIT = 1024  # positions a device
+
+
+def peak(length: int, context: int) -> dict[str, Any]:
+  """What the compiler says of a step on one row of this length."""
+  import fiddle as fdl
+
+  from agentrl_jax.analysis.planning import estimate
+  from agentrl_jax.models import sharding
+  from configs.pods.qwen3 import qwen3_4b_h200_8
+  from launch import programs
+
+  topology = chips.parse(f"h200:{context}")
+  config = qwen3_4b_h200_8()
+  config.tasks, config.mesh = None, {"context": context}
+  config.batch.groups, config.batch.members, config.batch.row_length = 1, 1, length
+  config.limits.context_tokens = length - 1
+  experiment = fdl.build(config)
+  mesh = sharding.make_mesh(devices=chips.devices(topology), **experiment.mesh)
+  run = programs.trace_run(experiment, experiment.architecture, mesh, None)
+  step = next(traced for traced in run.programs if traced.name == "step")
+  found = estimate.estimate(step, run, topology, dict(mesh.shape))
+  if found.memory is None:
+    return {"length": length, "context": context, "fits": False, "refused": found.refused}
+  line = {
+    "length": length,
+    "context": context,
+    "fits": found.memory.fits,
+    "peak_bytes": found.memory.peak,
+    "capacity_bytes": found.memory.capacity,
+    "temporary_bytes": found.memory.temporaries,
+    "roofline_seconds": None if found.roofline is None else found.roofline.seconds,
+    "collectives": {f"{c.kind} over {c.axes}": c.nbytes for c in found.collectives},
+  }
+  print(json.dumps(line), flush=True)
+  return line
+
+
+def longest(context: int) -> list[dict[str, Any]]:
+  """The two points of the line, and the lengths on both sides of where it meets the capacity."""
+  points = [peak(int(length) * context, context) for length in LENGTHS.value]
+  if SMOKE.value:
+    return points
+  (x0, y0), (x1, y1) = ((p["length"], p["peak_bytes"]) for p in points)
+  meets = x0 + (points[0]["capacity_bytes"] - y0) * (x1 - x0) / (y1 - y0)
+  unit = UNIT * context
+  fits = int(meets * 0.99) // unit * unit
+  return [*points, peak(fits, context), peak(int(fits * 1.03) // unit * unit, context)]
+
+
+def main(argv: list[str]) -> None:
+  del argv
+  chips.prepare_process(chips.parse("h200:8"))
+  found = {str(context): longest(context) for context in CONTEXT.value}
+  if not SMOKE.value:
+    Path(OUTPUT.value).parent.mkdir(parents=True, exist_ok=True)
+    Path(OUTPUT.value).write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+  app.run(main)
