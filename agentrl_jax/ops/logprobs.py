@@ -18,7 +18,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-CHUNK_ELEMENTS = 1 << 24  # logits alive at once on a device (float32: 64 MiB)
+# Logits alive at once on a device. Each chunk reads the whole head and its gradient's sum, so that
+# an accelerator, whose memory is slow beside its products, wants large ones; a CPU wants its cache.
+CHUNK_ELEMENTS = {"cpu": 1 << 24}  # float32: 64 MiB
+CHUNK_ELEMENTS_OF_ACCELERATORS = 1 << 26
 MIN_COLUMNS = 16
 _ANY = PartitionSpec.UNCONSTRAINED  # the vocabulary lies as the head's does
 
@@ -47,7 +50,7 @@ def token_logprobs(
     mask: which tokens are wanted.
     temperature: the sampling temperature, > 0.
     chunk: columns a loop step handles (default: what keeps its logits within CHUNK_ELEMENTS on each
-      device).
+      device, by the platform of the mesh).
     spread: how the [B T] arrays lie on a mesh: rows over some of its axes, positions over others.
       None on one device.
 
@@ -60,7 +63,9 @@ def token_logprobs(
   parts = _parts(spread)
   if chunk is None:
     unit = MIN_COLUMNS * parts.columns
-    chunk = CHUNK_ELEMENTS * parts.rows * parts.columns // (rows * unembedding.shape[1])
+    platform = "cpu" if spread is None else spread.mesh.devices.flat[0].platform
+    alive = CHUNK_ELEMENTS.get(platform, CHUNK_ELEMENTS_OF_ACCELERATORS)
+    chunk = alive * parts.rows * parts.columns // (rows * unembedding.shape[1])
     chunk = max(unit, chunk - chunk % unit)
   chunk = min(chunk, length)
   if rows % parts.rows or chunk % parts.columns:
