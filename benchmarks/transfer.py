@@ -23,12 +23,12 @@ import numpy as np
 from absl import app, flags, logging
 
 from agentrl_jax.models.hf import load_model, load_weights
+from agentrl_jax.ops.quantize import OCP, Quantization, quantize
 from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer, find_python
 from agentrl_jax.transfer.engine_layout import quantized_weights
 from agentrl_jax.transfer.layout import assembly
 from agentrl_jax.transfer.plan import plan, whole
 from agentrl_jax.transfer.push import sglang_publisher
-from agentrl_jax.transfer.quantize import OCP, Quantization, quantize
 from agentrl_jax.transfer.receive import ReceiverProcess
 from agentrl_jax.transfer.report import PushError, PushReport, State
 from agentrl_jax.transfer.stage import allocate, source_layout, stage

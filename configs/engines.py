@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 
 import fiddle as fdl
 
+from agentrl_jax.ops.quantize import OCP
 from agentrl_jax.orchestrate import engines
 from agentrl_jax.orchestrate.experiment import Experiment
-from agentrl_jax.transfer.quantize import OCP
 from agentrl_jax.transfer.transports import auto
 from agentrl_jax.transfer.transports.disk import DiskTransport
 from agentrl_jax.transfer.transports.tensor import DirectTransport, TensorTransport

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from agentrl_jax.models.hf import load_model
+from agentrl_jax.ops.quantize import OCP
 from agentrl_jax.transfer.engine_layout import (
   direct_target,
   parameters,
@@ -20,7 +21,6 @@ from agentrl_jax.transfer.engine_layout import (
 from agentrl_jax.transfer.forecast import forecast, report, source_on_mesh
 from agentrl_jax.transfer.layout import assemblies
 from agentrl_jax.transfer.plan import plan, whole, with_dtypes
-from agentrl_jax.transfer.quantize import OCP
 from launch import command
 
 MODEL = flags.DEFINE_string("model", "", "A Hugging Face directory; its weights are not read.")

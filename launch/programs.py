@@ -18,14 +18,20 @@ from agentrl_jax.analysis.planning.jaxpr_cost import known_leaves
 from agentrl_jax.analysis.planning.traced import Run, Traced
 from agentrl_jax.learner.evaluate import make_evaluate
 from agentrl_jax.learner.rows import goes_whole, rows_per_micro_batch
-from agentrl_jax.learner.state import abstract_state
 from agentrl_jax.learner.step import make_prepare, make_step
-from agentrl_jax.models.model import Model, cast, unstack
+from agentrl_jax.models.model import Model
+from agentrl_jax.models.precision import Stored
 from agentrl_jax.models.sharding import batch_sharding, replicated
 from agentrl_jax.orchestrate.experiment import Experiment
 from agentrl_jax.orchestrate.pack import bucket
-from agentrl_jax.orchestrate.run import algorithm_of, critic_of
-from agentrl_jax.sampler.placement import cache_sharding
+from agentrl_jax.orchestrate.run import abstract_of, algorithm_of, critic_of
+from agentrl_jax.sampler.placement import (
+  NO_FP8,
+  SamplerFp8,
+  cache_dtype,
+  cache_sharding,
+  own_copy,
+)
 from agentrl_jax.sampler.programs import RowState, make_programs
 from agentrl_jax.sampler.schedule import default_buckets
 from agentrl_jax.types import Algorithm, Aux, PolicyEval, TrajectoryBatch
@@ -39,6 +45,7 @@ class Sampler:
 
   slots: int
   dtype: str
+  fp8: SamplerFp8 = NO_FP8
   max_steps: int = 32
   prefill_tokens: int = 4096
 
@@ -49,10 +56,14 @@ def trace_run(experiment: Experiment, model: Model, mesh: Mesh, sampler: Sampler
   Raises ValueError as the run itself would: sizes that do not fit together.
   """
   critic = critic_of(experiment)
-  state = abstract_state(model, experiment.optimizer, mesh, critic=critic)
+  state = abstract_of(experiment, model, mesh)
   batch = full_batch(experiment, mesh)
   shaped = _shaped(batch, mesh)
-  options = {"temperature": experiment.temperature, "dtype": jnp.dtype(experiment.dtype)}
+  options = {
+    "temperature": experiment.temperature,
+    "dtype": jnp.dtype(experiment.dtype),
+    "products": experiment.products,
+  }
   rows = experiment.batch.micro_rows
   evaluate = make_evaluate(model, mesh, rows=rows, **options)
   algorithm = algorithm_of(experiment.algorithm, experiment.routers, model)
@@ -60,7 +71,7 @@ def trace_run(experiment: Experiment, model: Model, mesh: Mesh, sampler: Sampler
     model, experiment.optimizer, algorithm, mesh, micro_rows=rows, critic=critic,
     remat=experiment.remat, correction_rate=experiment.routers.correction_rate, **options,
   )  # fmt: skip
-  old = jax.eval_shape(evaluate, state.weights, shaped, state.critic)
+  old = jax.eval_shape(evaluate, state.weights, shaped, state.critic, state.beside)
   loss_batch = _loss_batch(experiment, algorithm, batch, old)
   full = jax.tree.map(lambda x: np.ones(x.shape, np.float32), loss_batch.weight)
   known_loss = dataclasses.replace(loss_batch, traj=batch, weight=full)
@@ -70,21 +81,24 @@ def trace_run(experiment: Experiment, model: Model, mesh: Mesh, sampler: Sampler
   programs = [
     Traced(
       "evaluate", "training step, for each of old and reference policy",
-      lambda: evaluate.trace(state.weights, shaped, state.critic),
-      known_leaves((state.weights, batch, state.critic)), frozenset({"weights", "critic"}),
+      lambda: evaluate.trace(state.weights, shaped, state.critic, state.beside),
+      known_leaves((state.weights, batch, state.critic, state.beside)),
+      frozenset({"weights", "critic", "beside"}),
     ),
     Traced(
       "step", "training step", lambda: update.trace(state, _shaped(loss_batch, mesh)),
-      known_leaves((state, known_loss)), frozenset({"weights", "critic", "optimizer"}),
+      known_leaves((state, known_loss)), frozenset({"weights", "critic", "beside", "optimizer"}),
     ),
   ]  # fmt: skip
   resident = {
     "weights": bytes_a_device(state.weights),
     "optimizer": bytes_a_device(state.opt_state),
   }
+  if state.beside is not None:
+    resident["beside"] = bytes_a_device(state.beside)
   if critic is not None:
     resident["critic"] = bytes_a_device(state.critic)
-  if "ref_logp" in experiment.algorithm.needs:
+  if "ref_logp" in experiment.algorithm.needs and experiment.lora is None:
     resident["reference"] = bytes_a_device(state.weights)
   if sampler is not None:
     more, kept = _sampler_programs(experiment, model, mesh, state.weights, sampler)
@@ -177,11 +191,14 @@ def _sampler_programs(
   context, slots = experiment.limits.context_tokens, sampler.slots
   buckets = default_buckets(slots, context)
   dtype = jnp.dtype(sampler.dtype)
-  own = _sampler_weights(weights, dtype)
-  empty = jax.eval_shape(lambda: model.init_cache(slots, context, dtype))
+  own = _sampler_weights(weights, dtype, sampler.fp8)
+  kept = cache_dtype(dtype, sampler.fp8)
+  empty = jax.eval_shape(lambda: model.init_cache(slots, context, kept))
   placed = cache_sharding(weights, empty)
   cache = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), empty)
-  programs = make_programs(model, dtype=dtype, max_steps=sampler.max_steps, sharding=placed)
+  programs = make_programs(
+    model, dtype=dtype, max_steps=sampler.max_steps, sharding=placed, fp8=sampler.fp8
+  )
   everywhere = replicated(mesh)
 
   def whole(shape: tuple[int, ...], of: Any = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -215,9 +232,9 @@ def _sampler_programs(
   return made, {"sampler weights": bytes_a_device(own), "sampler cache": bytes_a_device(cache)}
 
 
-def _sampler_weights(weights: Any, dtype: Any) -> Any:
+def _sampler_weights(weights: Any, dtype: Any, fp8: SamplerFp8) -> Any:
   """What `placement.own_copy` makes of the weights, as shapes that lie as the weights do."""
-  own = jax.eval_shape(lambda w: unstack(cast(w, dtype)), weights)
+  own = jax.eval_shape(lambda w: own_copy(w, dtype, fp8), weights)
   stacks = {f.name for f in dataclasses.fields(own) if isinstance(getattr(own, f.name), tuple)}
 
   def placed(name: str) -> Any:
@@ -230,7 +247,14 @@ def _sampler_weights(weights: Any, dtype: Any) -> Any:
   return own.replace(**{f.name: placed(f.name) for f in dataclasses.fields(own)})
 
 
-def _like(given: jax.ShapeDtypeStruct, made: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def _like(given: jax.ShapeDtypeStruct, made: Any) -> Any:
+  if isinstance(made, Stored):
+    scales = jax.ShapeDtypeStruct(
+      made.scales.shape,
+      made.scales.dtype,
+      sharding=replicated(given.sharding.mesh),  # pyright: ignore
+    )
+    return made.replace(values=_like(given, made.values), scales=scales)
   return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=given.sharding)
 
 

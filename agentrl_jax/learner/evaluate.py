@@ -10,13 +10,14 @@ from jax.typing import DTypeLike
 
 from agentrl_jax.learner.critic import Critic, span, values
 from agentrl_jax.learner.forward import Forward, make_forward
+from agentrl_jax.learner.products import AS_MODEL, Beside, Products, ready
 from agentrl_jax.learner.rows import split, take
 from agentrl_jax.models.model import Model, Weights, cast
 from agentrl_jax.models.sharding import batch_sharding, replicated
 from agentrl_jax.ops.logprobs import token_logprobs
 from agentrl_jax.types import PolicyEval, TrajectoryBatch
 
-EvaluateFn = Callable[..., PolicyEval]  # (weights, TrajectoryBatch, critic=None)
+EvaluateFn = Callable[..., PolicyEval]  # (weights, TrajectoryBatch, critic=None, beside=None)
 
 
 def policy_eval(
@@ -33,7 +34,7 @@ def policy_eval(
   """Log-prob and entropy (nats, at `temperature`) of every action token, zero elsewhere; with a
   critic the value of the state before every token of a trajectory; and what routers did.
 
-  `forward` is the model's on `mesh`, `weights` as `model.cast` made them.
+  `forward` is the model's on `mesh`, `weights` as `products.ready` made them.
   """
   hidden, routers = forward(weights, traj)
   logp, entropy = token_logprobs(
@@ -53,7 +54,13 @@ def policy_eval(
 
 
 def make_evaluate(
-  model: Model, mesh: Mesh, *, temperature: float = 1.0, rows: int, dtype: DTypeLike = jnp.float32
+  model: Model,
+  mesh: Mesh,
+  *,
+  temperature: float = 1.0,
+  rows: int,
+  dtype: DTypeLike = jnp.float32,
+  products: Products = AS_MODEL,
 ) -> EvaluateFn:
   """A jitted pass without gradient over the whole packed batch.
 
@@ -63,17 +70,22 @@ def make_evaluate(
     temperature: the sampling temperature.
     rows: rows that each data shard handles at a time; B must be a multiple of rows x data shards.
     dtype: what the model computes in; log-probs are float32.
+    products: how its products are computed.
 
   Returns:
-    evaluate(weights, batch, critic=None) -> PolicyEval [B T], with the sums of routers over the
+    evaluate(weights, batch, critic=None, beside=None) -> PolicyEval [B T], of the weights with
+    their adapters where `beside` holds them, with the sums of routers over the
     batch. Blocks of rows without an action token are not computed.
   """
-  forward = make_forward(model, mesh, dtype=dtype)
+  forward = make_forward(model, mesh, dtype=dtype, products=products)
 
   def evaluate(
-    weights: Weights, batch: TrajectoryBatch, critic: Critic | None = None
+    weights: Weights,
+    batch: TrajectoryBatch,
+    critic: Critic | None = None,
+    beside: Beside | None = None,
   ) -> PolicyEval:
-    compute = cast(weights, dtype)
+    compute = ready(products, cast(weights, dtype), beside)
     blocks, count = split(batch, rows, mesh)
 
     def asked(block: TrajectoryBatch) -> PolicyEval:

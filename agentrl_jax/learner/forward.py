@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from agentrl_jax.learner.products import AS_MODEL, Products
 from agentrl_jax.models import context, moe
 from agentrl_jax.models.model import Model, Weights
 from agentrl_jax.models.remat import Remat, over_batch, save_everything
@@ -19,15 +20,21 @@ Forward = Callable[[Weights, TrajectoryBatch], tuple[Float[Array, "B T D"], Rout
 
 
 def make_forward(
-  model: Model, mesh: Mesh, *, dtype: DTypeLike, remat: Remat = save_everything
+  model: Model,
+  mesh: Mesh,
+  *,
+  dtype: DTypeLike,
+  remat: Remat = save_everything,
+  products: Products = AS_MODEL,
 ) -> Forward:
-  """The forward pass of weights that `model.cast` made; `remat` as in `models.remat`."""
+  """The forward pass of weights that `products.ready` made; `remat` as in `models.remat`."""
   layered = over_batch(mesh, remat)
   routed = model.functions.forward_routed is not None
   # Not every family has layers to transform.
   options: dict[str, Any] = {} if layered is save_everything else {"remat": layered}
   if mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
     options["attend_rows"] = context.attend_on(mesh)
+  options |= products.options
   if routed and mesh.size > 1:
     options["experts"] = moe.sharded_experts(mesh)
 

@@ -16,16 +16,18 @@ from jaxtyping import Array, Bool, Float
 from agentrl_jax.learner.critic import Critic, MakeCritic
 from agentrl_jax.learner.evaluate import policy_eval
 from agentrl_jax.learner.forward import make_forward
+from agentrl_jax.learner.products import AS_MODEL, Beside, Products, ready
 from agentrl_jax.learner.rows import split, take
 from agentrl_jax.learner.state import TrainState, abstract_state, learned, state_shardings
 from agentrl_jax.models import moe
 from agentrl_jax.models.model import Model, Weights, cast
+from agentrl_jax.models.precision import History, remembered
 from agentrl_jax.models.remat import Remat, save_everything
 from agentrl_jax.types import Algorithm, Aux, LossBatch, Metric, Metrics, TrajectoryBatch
 
 PrepareFn = Callable[[TrajectoryBatch, Aux], LossBatch]
 StepFn = Callable[[TrainState, LossBatch], tuple[TrainState, Metrics]]
-Both = tuple[Weights, Critic | None]
+Both = tuple[Any, Critic | None]  # what is trained of the policy, and the critic
 
 
 def make_prepare(algorithm: Algorithm) -> PrepareFn:
@@ -61,6 +63,7 @@ def make_step(
   critic: MakeCritic | None = None,
   remat: Remat = save_everything,
   correction_rate: float = 0.0,
+  products: Products = AS_MODEL,
 ) -> StepFn:
   """One jitted optimizer step; the state that goes in is donated.
 
@@ -78,6 +81,7 @@ def make_step(
     remat: what of each layer is kept for the backward pass, see `models.remat`.
     correction_rate: by how much each step moves the corrections of routers that have them, towards
       equal load (`moe.rebalanced`); 0 leaves them as they are.
+    products: how products are computed, and whether adapters are trained in place of the weights.
 
   Returns:
     step(state, batch) -> (state, metrics): the loss's own metrics summed over micro-batches, and
@@ -85,17 +89,27 @@ def make_step(
     gradient or update is not finite leaves weights and optimizer state as they were and counts in
     `skipped`. Micro-batches in which no token has weight are not computed.
   """
-  placed = state_shardings(abstract_state(model, optimizer, mesh, critic=critic))
-  forward = make_forward(model, mesh, dtype=dtype, remat=remat)
+  placed = state_shardings(abstract_state(model, optimizer, mesh, critic=critic, products=products))
+  forward = make_forward(model, mesh, dtype=dtype, remat=remat, products=products)
   paths, _ = jax.tree_util.tree_flatten_with_path(placed.weights)
   if correction_rate and not any(moe.is_correction(path) for path, _ in paths):
     raise ValueError(
       f"correction_rate is {correction_rate}, but no router of {model.family} has a correction"
     )
 
-  def loss(both: Both, batch: LossBatch) -> tuple[Float[Array, ""], tuple[Metrics, Any]]:
+  if correction_rate and products.lora is not None:
+    raise ValueError(f"correction_rate is {correction_rate}, but routers are frozen with adapters")
+
+  def loss(
+    both: Both, history: History | None, frozen: Weights, batch: LossBatch
+  ) -> tuple[Float[Array, ""], tuple[Metrics, Any]]:
+    trained, values = both
+    if products.lora is None:
+      weights = ready(products, trained, Beside(None, history))
+    else:
+      weights = ready(products, frozen, Beside(trained, history))
     policy = policy_eval(
-      model, forward, both[0], batch.traj, both[1], mesh=mesh, temperature=temperature, dtype=dtype
+      model, forward, weights, batch.traj, values, mesh=mesh, temperature=temperature, dtype=dtype
     )
     value, metrics = algorithm.loss(policy, batch)
     if not correction_rate:
@@ -104,39 +118,50 @@ def make_step(
     return value, (metrics, policy.routers.assigned)
 
   def gradients_of(
-    both: Both, batch: LossBatch
-  ) -> tuple[Both, Float[Array, ""], tuple[Metrics, Any]]:
+    state: TrainState, batch: LossBatch
+  ) -> tuple[Both, History | None, Float[Array, ""], tuple[Metrics, Any]]:
+    both = state.policy, state.critic
     compute = cast(both[0], dtype), both[1]
+    history = None if state.beside is None else state.beside.history
+    frozen = None if products.lora is None else cast(state.weights, dtype)
     blocks, _ = split(batch, micro_rows, mesh)
     busy = (blocks.weight != 0).any(axis=(1, 2))
     if blocks.credit.value_weight is not None:
       busy |= (blocks.credit.value_weight != 0).any(axis=(1, 2))
     order = jnp.argsort(jnp.logical_not(busy), stable=True)  # those with work come first
-    differentiate = jax.value_and_grad(loss, has_aux=True)
+    differentiate = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
 
     def add_block(index: Array, total: tuple) -> tuple:
-      gradients, value, found = total
-      (more, more_found), slope = differentiate(compute, take(blocks, order[index]))
+      gradients, seen, value, found = total
+      block = take(blocks, order[index])
+      (more, more_found), (slope, now) = differentiate(compute, history, frozen, block)
       gradients = jax.tree.map(lambda a, b: a + b.astype(a.dtype), gradients, slope)
-      gradients = jax.lax.with_sharding_constraint(gradients, (placed.weights, placed.critic))
-      return gradients, value + more, jax.tree.map(jnp.add, found, more_found)
+      gradients = jax.lax.with_sharding_constraint(gradients, (placed.policy, placed.critic))
+      seen = jax.tree.map(jnp.maximum, seen, now)
+      return gradients, seen, value + more, jax.tree.map(jnp.add, found, more_found)
 
-    value, found = jax.eval_shape(loss, compute, take(blocks, order[0]))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (both, value, found))
+    value, found = jax.eval_shape(loss, compute, history, frozen, take(blocks, order[0]))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (both, history, value, found))
     return jax.lax.fori_loop(0, busy.sum(dtype=jnp.int32), add_block, zeros)
 
   def step(state: TrainState, batch: LossBatch) -> tuple[TrainState, Metrics]:
-    gradients, value, (metrics, assigned) = gradients_of((state.weights, state.critic), batch)
-    gradients, old = learned(*gradients), learned(state.weights, state.critic)
+    gradients, seen, value, (metrics, assigned) = gradients_of(state, batch)
+    gradients, old = learned(*gradients), learned(state.policy, state.critic)
     norm = optax.tree.norm(gradients)
     with jax.numpy_dtype_promotion("standard"):  # optax raises Python floats to integer counts
       updates, opt_state = optimizer.update(gradients, state.opt_state, old)
     update_norm = optax.tree.norm(updates)
     good = jnp.isfinite(norm) & jnp.isfinite(value) & jnp.isfinite(update_norm)
     new = _choose(good, optax.apply_updates(old, updates), old)
-    weights, values = (new, None) if state.critic is None else new
+    policy, values = (new, None) if state.critic is None else new
     if correction_rate:
-      weights = _choose(good, moe.rebalanced(weights, assigned, correction_rate), weights)
+      policy = _choose(good, moe.rebalanced(policy, assigned, correction_rate), policy)
+    beside = state.beside
+    if beside is not None:
+      history = beside.history
+      if history is not None:
+        history = _choose(good, remembered(history, seen), history)
+      beside = Beside(None if beside.adapters is None else policy, history)
     metrics = {
       **_choose(good, metrics, jax.tree.map(jnp.zeros_like, metrics)),
       "loss": _scalar(value, good),
@@ -147,9 +172,10 @@ def make_step(
     after = TrainState(
       step=state.step + 1,
       skipped=state.skipped + jnp.where(good, 0, 1),
-      weights=weights,
+      weights=policy if products.lora is None else state.weights,
       opt_state=_choose(good, opt_state, state.opt_state),
       critic=values,
+      beside=beside,
     )
     return after, metrics
 

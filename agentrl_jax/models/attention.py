@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from agentrl_jax.ops.quantize import OCP, finite, quantize
+
 Carry = tuple[Array, Array, Array]  # running sums of a loop over blocks
 
 _PLAIN_LENGTH = 256  # up to here the whole [T T] score matrix is smaller than the blocks' overhead
@@ -119,18 +121,46 @@ def attend_blockwise(
   return _ungrouped(_joined(mixed, 3))[:, :length]
 
 
+@flax.struct.dataclass
+class Scaled:
+  """Keys [B K H S] or values [B K S H] of a cache in FP8, with a scale a position and head."""
+
+  values: Array
+  scale: Float[Array, "B K S"]
+
+
+Cached = Array | Scaled
+
+
+def empty_cache(keys: tuple[int, ...], values: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
+  """Of one layer, of these shapes; `Scaled` where the dtype is an FP8 one."""
+  made = jnp.zeros(keys, dtype), jnp.zeros(values, dtype)
+  if dtype != jnp.float8_e4m3fn:
+    return made
+  one = jnp.zeros(values[:-1], jnp.float32)
+  return Scaled(made[0], one), Scaled(made[1], one)
+
+
 def attend_cache(
   query: Float[Array, "B T N H"],
-  key: Float[Array, "B K H S"],
-  value: Float[Array, "B K S H"],
+  key: Cached,
+  value: Cached,
   position: Int[Array, "B T"],
   window: int | None = None,
 ) -> Float[Array, "B T N H"]:
   """Attends to cache indices up to `position` (-1: to none), to the last `window` of them if given.
 
+  Args:
+    key: [B K H S].
+    value: [B K S H].
+
   Keys lie transposed: for one query a head, the product with [H S] reads memory in order and takes
   half the time of that with [S H].
   """
+  if isinstance(key, Scaled) and isinstance(value, Scaled):
+    key = (key.values.astype(jnp.float32) * key.scale[:, :, None]).astype(query.dtype)
+    value = (value.values.astype(jnp.float32) * value.scale[..., None]).astype(query.dtype)
+  assert isinstance(key, Array) and isinstance(value, Array)
   index = jnp.arange(key.shape[3])[None, None, :]
   mask = index <= position[:, :, None]
   if window is not None:
@@ -140,22 +170,45 @@ def attend_cache(
   return _ungrouped(_softmax_mix(scores * query.shape[-1] ** -0.5, value, mask))
 
 
-def write_keys(
-  cache: Float[Array, "B K H S"], new: Float[Array, "B T K H"], position: Int[Array, "B T"]
-) -> Float[Array, "B K H S"]:
-  """Puts `new[b, t]` at index `position[b, t]` of row b; nowhere if that is -1 or past the end."""
+def write_keys(cache: Any, new: Float[Array, "B T K H"], position: Int[Array, "B T"]) -> Any:
+  """Puts `new[b, t]` at index `position[b, t]` of row b; nowhere if that is -1 or past the end.
+
+  The cache is [B K H S].
+  """
+  if isinstance(cache, Scaled):
+    coded, scale = _scaled(new)
+    return Scaled(
+      write_keys(cache.values, coded, position), _write_scale(cache.scale, scale, position)
+    )
   rows = jnp.arange(cache.shape[0])[:, None]
   index = _or_past_the_end(position, cache.shape[3])
   return cache.at[rows, :, :, index].set(new.astype(cache.dtype), mode="drop")
 
 
-def write_values(
-  cache: Float[Array, "B K S H"], new: Float[Array, "B T K H"], position: Int[Array, "B T"]
-) -> Float[Array, "B K S H"]:
-  """As `write_keys`."""
+def write_values(cache: Any, new: Float[Array, "B T K H"], position: Int[Array, "B T"]) -> Any:
+  """As `write_keys`, to a cache [B K S H]."""
+  if isinstance(cache, Scaled):
+    coded, scale = _scaled(new)
+    return Scaled(
+      write_values(cache.values, coded, position), _write_scale(cache.scale, scale, position)
+    )
   rows = jnp.arange(cache.shape[0])[:, None]
   index = _or_past_the_end(position, cache.shape[2])
   return cache.at[rows, :, index].set(new.astype(cache.dtype), mode="drop")
+
+
+def _scaled(new: Float[Array, "B T K H"]) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K"]]:
+  """In FP8, each head of each token with a scale of its own."""
+  flat = new.reshape(-1, new.shape[-1])
+  coded, scale = quantize(finite(flat), OCP._replace(block=(1, new.shape[-1])))
+  return coded.reshape(new.shape), scale.reshape(new.shape[:-1])
+
+
+def _write_scale(
+  cache: Float[Array, "B K S"], new: Float[Array, "B T K"], position: Int[Array, "B T"]
+) -> Float[Array, "B K S"]:
+  rows = jnp.arange(cache.shape[0])[:, None]
+  return cache.at[rows, :, _or_past_the_end(position, cache.shape[2])].set(new, mode="drop")
 
 
 def _or_past_the_end(position: Int[Array, "B T"], length: int) -> Int[Array, "B T"]:

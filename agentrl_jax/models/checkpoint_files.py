@@ -63,20 +63,19 @@ class TensorFiles:
     ValueError: an index or a file that is broken, by its path.
   """
 
-  def __init__(self, directory: PathLike):
+  def __init__(self, directory: PathLike, *, single: str = SINGLE_NAME):
+    """Args: directory; single, the name of the file where there is but one."""
     self.directory = pathlib.Path(directory)
-    index, single = self.directory / INDEX_NAME, self.directory / SINGLE_NAME
+    index, alone = self.directory / INDEX_NAME, self.directory / single
     if index.is_file():
       places = read_object(index).get("weight_map")
       if not isinstance(places, dict):
         raise ValueError(f"{index}: weight_map is {places!r}, expected the file of each tensor")
       names = sorted(set(places.values()))
-    elif single.is_file():
-      names = [SINGLE_NAME]
+    elif alone.is_file():
+      names = [single]
     else:
-      raise FileNotFoundError(
-        f"{self.directory}: expected {SINGLE_NAME} or {INDEX_NAME}, found neither"
-      )
+      raise FileNotFoundError(f"{self.directory}: expected {single} or {INDEX_NAME}, found neither")
     self._files = {}
     for name in names:
       path = self.directory / name
@@ -155,12 +154,12 @@ def write_tensors(
     groups[-1].append(entry)
     filled += _nbytes(entry)
   if len(groups) == 1:
-    _write_file(directory / SINGLE_NAME, groups[0])
+    write_file(directory / SINGLE_NAME, groups[0])
     return
   weight_map = {}
   for number, group in enumerate(groups, start=1):
     name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-    _write_file(directory / name, group)
+    write_file(directory / name, group)
     weight_map |= {entry.name: name for entry in group}
   total = sum(map(_nbytes, entries))
   index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -171,7 +170,8 @@ def _nbytes(entry: TensorEntry) -> int:
   return math.prod(entry.shape) * entry.dtype.itemsize
 
 
-def _write_file(path: pathlib.Path, entries: Sequence[TensorEntry]) -> None:
+def write_file(path: pathlib.Path, entries: Sequence[TensorEntry]) -> None:
+  """One safetensors file. Raises ValueError as `write_tensors`."""
   header: dict[str, object] = {"__metadata__": {"format": "pt"}}
   offset = 0
   for entry in entries:

@@ -21,7 +21,7 @@ from agentrl_jax.models.model import Rule, param, unstack
 from agentrl_jax.models.remat import Remat, save_everything
 
 # A pair for each layer, keys [rows, K, H, length] and values [rows, K, length, H].
-KeyValueCache = tuple[tuple[Array, Array], ...]
+KeyValueCache = tuple[tuple[attention.Cached, attention.Cached], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +183,7 @@ def unembedding(config: Any, weights: DecoderWeights) -> Float[Array, "D V"]:
 def init_cache(config: Any, rows: int, length: int, dtype: Any) -> KeyValueCache:
   keys = rows, config.kv_heads, config.head_dim, length
   values = rows, config.kv_heads, length, config.head_dim
-  return tuple((jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(config.layers))
+  return tuple(attention.empty_cache(keys, values, dtype) for _ in range(config.layers))
 
 
 def decode(
@@ -221,8 +221,10 @@ def decode_layers(
   Layers are unrolled: caches threaded through a scan would be copied every step.
   """
 
-  def cached(keys: Array, values: Array, window: int | None) -> layers.Mix:
-    def mix(query: Array, key: Array, value: Array) -> tuple[Array, tuple[Array, Array]]:
+  def cached(keys: attention.Cached, values: attention.Cached, window: int | None) -> layers.Mix:
+    def mix(
+      query: Array, key: Array, value: Array
+    ) -> tuple[Array, tuple[attention.Cached, attention.Cached]]:
       kept = (
         attention.write_keys(keys, key, position),
         attention.write_values(values, value, position),

@@ -15,7 +15,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from agentrl_jax.models import decoder, hf_config, layers, moe, moe_decoder
+from agentrl_jax.models import attention, decoder, hf_config, layers, moe, moe_decoder
 from agentrl_jax.models.decoder import KeyValueCache
 from agentrl_jax.models.layers import Mix, RopeScaling, Rotation
 from agentrl_jax.models.model import Family, Model, Rule, param
@@ -171,7 +171,7 @@ def _absorbed(
   value: the cache holds the latent, and no key or value is ever made.
   """
   plain, turned, latent, key = _project(config, weights, x, by, matmul)
-  up = weights.up.astype(x.dtype).reshape(config.latent, config.heads, -1)
+  up = layers.plain(weights.up, x.dtype).reshape(config.latent, config.heads, -1)
   to_key, to_value = jnp.split(up, [config.plain_dim], axis=-1)
   query = jnp.concatenate([jnp.einsum("btnp,cnp->btnc", plain, to_key), turned], axis=-1)
   # `mix` divides by the root of the width it sees, C + R.
@@ -188,7 +188,7 @@ def init_cache(config: Config, rows: int, length: int, dtype: Any) -> KeyValueCa
   """Of one head: the latent and the rotated key as its key, the latent again as its value."""
   keys = rows, 1, config.latent + config.rotary_dim, length
   values = rows, 1, length, config.latent
-  return tuple((jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(config.layers))
+  return tuple(attention.empty_cache(keys, values, dtype) for _ in range(config.layers))
 
 
 def rules(config: Config) -> tuple[Rule, ...]:

@@ -102,7 +102,7 @@ def load_weights(
     jax.make_array_from_callback(
       spec.shape,
       placement,
-      lambda index, s=spec, r=rule: _read_box(files, s, r, index or (), np.dtype(dtype)),
+      lambda index, s=spec, r=rule: _read_box(files, s, r, index or (), _held(r, dtype)),
     )
     for (spec, rule), placement in zip(pairs(model), placements, strict=True)
   ]
@@ -178,6 +178,10 @@ def pairs(model: Model) -> list[tuple[ParamSpec, Rule]]:
   return [(spec, rules[parameter_path(path)]) for path, spec in leaves]
 
 
+def _held(rule: Rule, dtype: Any) -> np.dtype:
+  return np.dtype(np.float32) if rule.float32 else np.dtype(dtype)
+
+
 def _hf_shape(spec: ParamSpec, rule: Rule) -> tuple[int, ...]:
   ours = spec.shape[len(spec.shape) - len(rule.perm) :]
   return tuple(ours[axis] for axis in rule.perm)
@@ -223,7 +227,7 @@ def _read_box(
 def _entries(model: Model, weights: Weights, dtype: np.dtype) -> Iterator[TensorEntry]:
   """Every Hugging Face tensor of the weights, each fetched to the host when its turn comes."""
   for (spec, rule), array in zip(pairs(model), jax.tree.leaves(weights), strict=True):
-    stored = np.dtype(np.float32) if rule.float32 else dtype
+    stored = _held(rule, dtype)
     for index in indices(rule, spec):
 
       def read(

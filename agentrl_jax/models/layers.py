@@ -23,9 +23,16 @@ Matmul = Callable[[Array, Any], Array]  # (x [..., in], weight [in, out]) -> [..
 Norm = Callable[[Array, Array], Array]  # (x [..., D], scale [D]) -> [..., D] in x's dtype
 
 
-def matmul(x: Float[Array, "... I"], weight: Float[Array, "I O"]) -> Float[Array, "... O"]:
+def plain(weight: Any, dtype: Any) -> Array:
+  """A weight as one array: of those that are held in another way (`precision.Stored`,
+  `lora.Adapted`), what it stands for.
+  """
+  return weight.plain(dtype) if hasattr(weight, "plain") else weight.astype(dtype)
+
+
+def matmul(x: Float[Array, "... I"], weight: Any) -> Float[Array, "... O"]:
   """The plain product, in the dtype of the activations."""
-  return _product(x, weight.astype(x.dtype))
+  return _product(x, plain(weight, x.dtype))
 
 
 @jax.custom_vjp

@@ -228,7 +228,13 @@ def parameter_path(path: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def initialize(model: Model, key: jax.Array) -> Weights:
-  """Random weights; each array's key is folded from its name, so one does not depend on the others.
+  """Random weights, as `draw` makes them."""
+  return draw(model.abstract(), key)
+
+
+def draw(specs: Any, key: jax.Array) -> Any:
+  """Random arrays of a tree of `ParamSpec`s; each one's key is folded from its name, so it does not
+  depend on the others.
 
   Jit it with `out_shardings` so that each device makes only its part.
   """
@@ -237,4 +243,4 @@ def initialize(model: Model, key: jax.Array) -> Weights:
     name = zlib.crc32(".".join(parameter_path(path)).encode())
     return spec.init(jax.random.fold_in(key, name), spec.shape, spec.dtype)
 
-  return jax.tree_util.tree_map_with_path(make, model.abstract(), is_leaf=is_spec)
+  return jax.tree_util.tree_map_with_path(make, specs, is_leaf=is_spec)

@@ -191,16 +191,27 @@ def moe(
 
   Router logits are float32. Positions that are not `real` go to no routed expert and count nowhere.
   """
-  logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), weights.router.astype(jnp.float32))
+  logits = jnp.einsum(
+    "btd,de->bte", x.astype(jnp.float32), layers.plain(weights.router, jnp.float32)
+  )
   choice = choose(router, logits, weights.correction, replay)
   expert = jnp.where(real[..., None], choice.expert, NOWHERE)
-  mixed = compute(weights.experts, x, expert, choice.weight)
+  mixed = compute(_plain(weights.experts, x.dtype), x, expert, choice.weight)
   if weights.shared is not None:
     shared = layers.mlp(weights.shared, x, matmul=matmul)
     if weights.shared_gate is not None:
       shared = shared * jax.nn.sigmoid(matmul(x, weights.shared_gate))
     mixed = mixed + shared
   return mixed, (sums_of(choice.probability, logits, expert, real), expert)
+
+
+def _plain(experts: Experts, dtype: Any) -> Experts:
+  """All as arrays, those held in other forms in `dtype`: the product of groups takes no others."""
+
+  def one(weight: Any) -> Array:
+    return weight if isinstance(weight, Array) else layers.plain(weight, dtype)
+
+  return Experts(one(experts.gate), one(experts.up), one(experts.down))
 
 
 def sums_of(

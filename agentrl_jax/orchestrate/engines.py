@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 
 from agentrl_jax.models.model import Model
+from agentrl_jax.ops.quantize import OCP, Quantization
 from agentrl_jax.rollout.engine import Engine
 from agentrl_jax.rollout.sglang import SGLangEngine
 from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer, find_python
 from agentrl_jax.sampler.engine import EmbeddedEngine
+from agentrl_jax.sampler.placement import NO_FP8, SamplerFp8
 from agentrl_jax.transfer.embedded import embedded_publisher
 from agentrl_jax.transfer.push import sglang_publisher
-from agentrl_jax.transfer.quantize import OCP, Quantization
 from agentrl_jax.transfer.report import Publisher, PushError, PushReport, State
 from agentrl_jax.transfer.transports.auto import Choose, Servers, fastest, only
 from agentrl_jax.transfer.transports.broadcast import SENDER, BroadcastTransport
@@ -70,13 +71,14 @@ class Host(Protocol):
 OpenEngine = Callable[[EngineContext], Awaitable[Host]]
 
 
-def embedded(*, slots: int = 32, dtype: str = "float32") -> OpenEngine:
+def embedded(*, slots: int = 32, dtype: str = "float32", fp8: SamplerFp8 = NO_FP8) -> OpenEngine:
   """The JAX sampler in this process: no server, bit-exact resume, the same log-probs as the
   learner.
 
   Args:
     slots: sequences decoded at once.
     dtype: what it computes in.
+    fp8: what of it is in FP8 instead.
   """
 
   async def open_engine(context: EngineContext) -> Host:
@@ -87,6 +89,7 @@ def embedded(*, slots: int = 32, dtype: str = "float32") -> OpenEngine:
       context=context.context_tokens,
       seed=context.seed,
       dtype=jnp.dtype(dtype),
+      fp8=fp8,
       version=context.version,
     )
     return _Embedded(engine, embedded_publisher(engine))

@@ -13,10 +13,13 @@ import optax
 
 from agentrl_jax.envs.datasets import TaskSource
 from agentrl_jax.learner.critic import MakeCritic, on_policy
+from agentrl_jax.learner.products import Products
 from agentrl_jax.losses.checks import some_group_of_two
 from agentrl_jax.losses.readiness import ClipController
 from agentrl_jax.losses.routers import AS_CHECKPOINT, Routers
+from agentrl_jax.models.lora import Lora
 from agentrl_jax.models.model import Model
+from agentrl_jax.models.precision import Fp8
 from agentrl_jax.models.remat import Remat, save_everything
 from agentrl_jax.orchestrate.engines import OpenEngine
 from agentrl_jax.rollout.chat import Renderer
@@ -107,8 +110,9 @@ class Experiment:
   and trainer must be the same policy. About 1e-4 is reachable in float32; declare more for bfloat16
   engines. `clip` moves the upper clip of algorithms that read it (`with_clip_high`, as `ac2`) after
   each step by the policy's entropy. `remat` says what of each layer is kept for the backward pass
-  (`models.remat`). `routers` is for mixtures of experts. `architecture` is what the directory must
-  hold, where that is known: a run refuses another, and `launch.plan` needs no directory.
+  (`models.remat`). `routers` is for mixtures of experts. `fp8` has the learner compute products in
+  FP8, `lora` has it train adapters alone (docs/precision.md). `architecture` is what the directory
+  must hold, where that is known: a run refuses another, and `launch.plan` needs no directory.
   """
 
   model: str
@@ -133,7 +137,14 @@ class Experiment:
   clip: ClipController | None = None
   remat: Remat = save_everything
   routers: Routers = AS_CHECKPOINT
+  fp8: Fp8 | None = None
+  lora: Lora | None = None
   architecture: Model | None = None
+
+  @property
+  def products(self) -> Products:
+    """How the learner's products are computed, and what of them learns."""
+    return Products(self.fp8, self.lora)
 
   def __post_init__(self):
     if not isinstance(self.algorithm, Algorithm):
@@ -149,6 +160,11 @@ class Experiment:
       raise ValueError(f"max_mismatch is {self.max_mismatch}, expected more than 0")
     if self.dtype not in ("float32", "bfloat16"):
       raise ValueError(f"dtype is {self.dtype!r}, expected float32 or bfloat16")
+    if self.lora is not None and self.routers.correction_rate:
+      raise ValueError(
+        f"routers.correction_rate is {self.routers.correction_rate}, expected 0 with lora: routers "
+        "are frozen"
+      )
     if self.batch.row_length <= self.limits.context_tokens:
       raise ValueError(
         f"batch.row_length is {self.batch.row_length}, expected more than limits.context_tokens, "

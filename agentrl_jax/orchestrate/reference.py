@@ -9,28 +9,43 @@ import tokenizers
 from jax.sharding import Mesh
 
 from agentrl_jax.learner.evaluate import EvaluateFn, make_evaluate
+from agentrl_jax.learner.products import Beside
+from agentrl_jax.models import lora
 from agentrl_jax.models.hf import load_model, load_weights
-from agentrl_jax.models.model import Model
+from agentrl_jax.models.model import Model, Weights
 from agentrl_jax.models.sharding import shardings
 from agentrl_jax.orchestrate.experiment import Experiment
 from agentrl_jax.types import TrajectoryBatch
 
-Reference = Callable[[TrajectoryBatch], jax.Array]  # -> log-probs [B T] of its action tokens
+# (the weights now, a batch) -> log-probs [B T] of its action tokens; the weights are read where a
+# run trains adapters beside them, and so keeps its start.
+Reference = Callable[[Weights, TrajectoryBatch], jax.Array]
 
 
 def open_reference(
-  experiment: Experiment, policy: EvaluateFn, model: Model, mesh: Mesh
+  experiment: Experiment,
+  policy: EvaluateFn,
+  model: Model,
+  mesh: Mesh,
+  beside: Beside | None = None,
 ) -> Reference | None:
   """What gives `ref_logp`; None where no loss asks for it.
 
   It is the run's own start, evaluated by `policy`, or the model of `experiment.reference`, which
-  may be of another size and family: it reads the same token ids.
+  may be of another size and family: it reads the same token ids. `beside` is the train state's.
 
   Raises:
     ValueError: the ids of the two directories are not the same tokens.
   """
   if "ref_logp" not in experiment.algorithm.needs:
     return None
+  how = experiment.lora
+  if how is not None and experiment.reference is None:
+    start = how.start and lora.load(model, how, how.start)
+    if start:
+      assert beside is not None
+      start = Beside(jax.device_put(start, jax.tree.map(lambda x: x.sharding, beside.adapters)))
+    return lambda weights, batch: policy(weights, batch, None, start or None).logp
   directory = Path(experiment.reference or experiment.model)
   if experiment.reference is not None:
     model = load_model(directory)
@@ -43,7 +58,7 @@ def open_reference(
       dtype=jnp.dtype(experiment.dtype),
     )
   weights = load_weights(model, directory, shardings=shardings(model, mesh), dtype=jnp.float32)
-  return lambda batch: policy(weights, batch).logp
+  return lambda _, batch: policy(weights, batch).logp
 
 
 def require_same_tokens(policy: Path, reference: Path) -> None:

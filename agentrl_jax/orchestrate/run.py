@@ -9,6 +9,7 @@ complete checkpoint.
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -23,14 +24,16 @@ from agentrl_jax.envs.datasets import task_fingerprint
 from agentrl_jax.learner import checkpoint
 from agentrl_jax.learner.critic import MakeCritic
 from agentrl_jax.learner.evaluate import EvaluateFn, make_evaluate
+from agentrl_jax.learner.products import Products, whole_policy
 from agentrl_jax.learner.rows import rows_per_micro_batch
 from agentrl_jax.learner.state import TrainState, abstract_state, make_state
 from agentrl_jax.learner.step import PrepareFn, StepFn, make_prepare, make_step
 from agentrl_jax.losses.readiness import ClipController
 from agentrl_jax.losses.routers import AS_CHECKPOINT, Routers, with_router_loss
+from agentrl_jax.models import lora
 from agentrl_jax.models.checkpoint_files import fingerprint
 from agentrl_jax.models.hf import load_model, save_weights
-from agentrl_jax.models.model import Model, is_spec, parameter_path
+from agentrl_jax.models.model import Model, Weights, is_spec, parameter_path
 from agentrl_jax.models.sharding import make_mesh
 from agentrl_jax.orchestrate import hosts
 from agentrl_jax.orchestrate.engines import EngineContext, Host, require_committed
@@ -73,6 +76,7 @@ class Run:
   step: int
   cursor: int  # of the training tasks
   served: Any
+  deliver: Callable[[TrainState], Weights]  # the policy as weights alone
   policy: EvaluateFn
   prepare: PrepareFn
   update: StepFn
@@ -133,6 +137,20 @@ class Run:
     save_weights(self.model, self.served, directory, dtype=jnp.float32, copy_from=source)
     return directory
 
+  def export_adapter(self) -> Path | None:
+    """Writes the adapters as a PEFT directory, None where the run has none. All processes call
+    this.
+    """
+    how, beside = self.experiment.lora, self.state.beside
+    if how is None or beside is None or beside.adapters is None:
+      return None
+    adapters = hosts.gathered(beside.adapters)
+    if not hosts.leads():
+      return None
+    directory = self.workdir / "adapter"
+    lora.save(self.model, adapters, how, directory, base=str(Path(self.experiment.model).resolve()))
+    return directory
+
 
 @contextlib.asynccontextmanager
 async def open_run(
@@ -161,7 +179,8 @@ async def open_run(
       keep_config(workdir, config, progress)
     saver = checkpoint.Saver(workdir / "checkpoints", keep=experiment.keep_checkpoints)
     stack.callback(saver.close)
-    served = hosts.gathered(state.weights)
+    deliver = make_deliver(experiment.products)
+    served = hosts.gathered(deliver(state))
     opening = _stage(experiment, workdir, model, served, step, progress)
     learner = _learner(experiment, model, mesh)
     yield Run(
@@ -171,12 +190,13 @@ async def open_run(
       model=model,
       mesh=mesh,
       state=state,
-      reference=open_reference(experiment, learner["policy"], model, mesh),
+      reference=open_reference(experiment, learner["policy"], model, mesh, state.beside),
       step=step,
       cursor=int(host_state.cursor["next"]),
       clip=_clip(experiment, host_state),
       explained=float(host_state.carry.get("explained", 0.0)),
       served=served,
+      deliver=deliver,
       saver=saver,
       progress=progress,
       stage=await stack.enter_async_context(opening) if hosts.leads() else None,
@@ -228,19 +248,45 @@ def _state(
   if path is None:
     directory = Path(experiment.model)
     made_by = critic_of(experiment)
-    state = make_state(model, experiment.optimizer, mesh, directory=directory, critic=made_by)
+    state = make_state(
+      model,
+      experiment.optimizer,
+      mesh,
+      directory=directory,
+      critic=made_by,
+      products=experiment.products,
+    )
     return state, checkpoint.HostState(experiment.seed, 0, {"next": 0})
   seen = require_same(path, whose)
   if seen.weight_version > experiment.steps:
     raise ValueError(
       f"{path} is after step {seen.weight_version}, this configuration ends at {experiment.steps}"
     )
-  abstract = abstract_state(model, experiment.optimizer, mesh, critic=critic_of(experiment))
-  return checkpoint.restore(path, abstract)
+  return checkpoint.restore(path, abstract_of(experiment, model, mesh))
+
+
+def abstract_of(experiment: Experiment, model: Model, mesh: Mesh) -> TrainState:
+  """The shapes and shardings of a run's state."""
+  return abstract_state(
+    model,
+    experiment.optimizer,
+    mesh,
+    critic=critic_of(experiment),
+    products=experiment.products,
+  )
+
+
+def make_deliver(products: Products) -> Callable[[TrainState], Weights]:
+  """What an engine and a model directory are given of a state: merged where there are adapters."""
+  if products.lora is None:
+    return lambda state: state.weights
+  merge = jax.jit(functools.partial(whole_policy, products))
+  return lambda state: merge(state.weights, state.beside)
 
 
 def identity(experiment: Experiment) -> dict[str, Any]:
   """What may not change between the parts of one run; all else may."""
+  lora_ = experiment.lora
   return {
     "kind": "reinforcement learning",
     "seed": experiment.seed,
@@ -248,6 +294,8 @@ def identity(experiment: Experiment) -> dict[str, Any]:
     "reference": None if experiment.reference is None else fingerprint(experiment.reference),
     "training tasks": task_fingerprint(experiment.tasks.train.tasks),
     "held-out tasks": task_fingerprint(experiment.tasks.held_out),
+    # As JSON gives it back. Checkpoints from before there were adapters have no such name.
+    "adapters": None if lora_ is None else {**vars(lora_), "targets": list(lora_.targets)},
   }
 
 
@@ -311,7 +359,11 @@ def require_architecture(experiment: Experiment, model: Model) -> None:
 
 
 def _learner(experiment: Experiment, model: Model, mesh: Mesh) -> Mapping[str, Callable[..., Any]]:
-  options = {"temperature": experiment.temperature, "dtype": jnp.dtype(experiment.dtype)}
+  options = {
+    "temperature": experiment.temperature,
+    "dtype": jnp.dtype(experiment.dtype),
+    "products": experiment.products,
+  }
   micro_rows = experiment.batch.micro_rows
   algorithm = algorithm_of(experiment.algorithm, experiment.routers, model)
   return {

@@ -55,6 +55,7 @@ async def train(
     progress.update("steps", run.step, experiment.steps)
     if run.stage is not None:
       run.export()
+    run.export_adapter()
 
 
 async def take_step(run: Run) -> None:
@@ -86,7 +87,7 @@ async def take_step(run: Run) -> None:
   clock.lap("update")
 
   advantage = hosts.whole(loss_batch.credit.advantage)
-  run.served = hosts.gathered(run.state.weights)
+  run.served = hosts.gathered(run.deliver(run.state))
   if rollout is not None:
     path = run.workdir / "trajectories" / f"step_{run.step:06d}.jsonl"
     write_trajectories(path, rollout.groups, rollout.packed, advantage)
@@ -152,8 +153,8 @@ def frozen_evaluations(run: Run, batch: TrajectoryBatch) -> tuple[Aux, float]:
   """Old and, where a loss asks for it, reference log-probs of the batch, without gradient; and the
   policy's mean entropy over its tokens.
   """
-  old = run.policy(run.state.weights, batch, run.state.critic)
-  reference = None if run.reference is None else run.reference(batch)
+  old = run.policy(run.state.weights, batch, run.state.critic, run.state.beside)
+  reference = None if run.reference is None else run.reference(run.state.weights, batch)
   high = None if run.clip is None else jnp.float32(run.clip.high)
   entropy = float(hosts.whole(old.entropy)[batch.action].mean())
   explained = None if run.state.critic is None else jnp.float32(run.explained)

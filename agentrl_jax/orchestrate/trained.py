@@ -10,12 +10,12 @@ from agentrl_jax.learner import checkpoint
 from agentrl_jax.learner.critic import Critic
 from agentrl_jax.learner.evaluate import EvaluateFn, make_evaluate
 from agentrl_jax.learner.rows import rows_per_micro_batch
-from agentrl_jax.learner.state import TrainState, abstract_state
+from agentrl_jax.learner.state import TrainState
 from agentrl_jax.models.hf import load_model
 from agentrl_jax.models.model import Model
 from agentrl_jax.models.sharding import make_mesh
 from agentrl_jax.orchestrate.experiment import Experiment
-from agentrl_jax.orchestrate.run import critic_of
+from agentrl_jax.orchestrate.run import abstract_of
 from agentrl_jax.orchestrate.turn_values import EpisodeValues, episode_values
 from agentrl_jax.rollout.records import Episode
 
@@ -37,7 +37,7 @@ class Trained:
     if critic is None:
       raise ValueError("this run has no critic: its algorithm needs no values")
     return episode_values(
-      self.evaluate,
+      lambda weights, batch, critic: self.evaluate(weights, batch, critic, self.state.beside),
       self.state.weights,
       critic,
       episodes,
@@ -57,10 +57,11 @@ def open_trained(experiment: Experiment, path: Path) -> Trained:
   if found is None:
     raise FileNotFoundError(f"{path} is no complete checkpoint, and has none in checkpoints/")
   model, mesh = load_model(Path(experiment.model)), make_mesh(devices=None, **experiment.mesh)
-  abstract = abstract_state(model, experiment.optimizer, mesh, critic=critic_of(experiment))
-  state, host = checkpoint.restore(found, abstract)
+  state, host = checkpoint.restore(found, abstract_of(experiment, model, mesh))
   rows = experiment.batch.micro_rows
-  evaluate = make_evaluate(model, mesh, temperature=experiment.temperature, rows=rows)
+  evaluate = make_evaluate(
+    model, mesh, temperature=experiment.temperature, rows=rows, products=experiment.products
+  )
   return Trained(
     experiment, model, state, host.weight_version, evaluate, rows_per_micro_batch(rows, mesh)
   )

@@ -18,7 +18,7 @@ import numpy as np
 from agentrl_jax.models.model import Cache, Model, Weights
 from agentrl_jax.rollout.engine import EngineError, Finish, Generation, SamplingParams
 from agentrl_jax.sampler import schedule
-from agentrl_jax.sampler.placement import cache_sharding, own_copy
+from agentrl_jax.sampler.placement import NO_FP8, SamplerFp8, cache_dtype, cache_sharding, own_copy
 from agentrl_jax.sampler.programs import NOTHING, RowState, make_programs
 from agentrl_jax.sampler.residency import Residency
 from agentrl_jax.sampler.sampling import request_key
@@ -43,7 +43,8 @@ class EmbeddedEngine:
     context: tokens of a stream at most, sampled ones included.
     seed: of all random draws, any integer.
     version: of `weights`.
-    dtype: of activations and cache.
+    dtype: of activations, and of weights and cache where `fp8` does not say otherwise.
+    fp8: what is held or computed in FP8.
     deadline: seconds a call of `generate` may take, waiting for a row included.
     max_steps: tokens a decode call samples for a row at most; an abort or a load waits that long.
     prefill_tokens: rows times chunk of one prefill call at most.
@@ -60,6 +61,7 @@ class EmbeddedEngine:
     seed: int,
     version: int = 0,
     dtype: Any = jnp.float32,
+    fp8: SamplerFp8 = NO_FP8,
     deadline: float = 600.0,
     max_steps: int = 32,
     prefill_tokens: int = 4096,
@@ -76,14 +78,17 @@ class EmbeddedEngine:
     self.name = name
     self._model, self._slots, self._context = model, slots, context
     self._seed, self._dtype, self._deadline = seed, dtype, deadline
+    self._fp8 = fp8
     self._max_steps, self._prefill_tokens = max_steps, prefill_tokens
     self._buckets = buckets or schedule.default_buckets(slots, context)
     if self._buckets.rows[-1] != slots or self._buckets.length[-1] != context:
       raise ValueError(f"{self._buckets} must end with {slots} rows and length {context}")
-    self._weights, self._version = own_copy(weights, dtype), version
+    self._weights, self._version = own_copy(weights, dtype, fp8), version
     self._sharding = cache_sharding(weights, jax.eval_shape(self._empty_cache))
     self._cache = self._new_cache()
-    self._programs = make_programs(model, dtype=dtype, max_steps=max_steps, sharding=self._sharding)
+    self._programs = make_programs(
+      model, dtype=dtype, max_steps=max_steps, sharding=self._sharding, fp8=fp8
+    )
     self._residency = Residency(slots, context, whole=model.functions.whole_prefixes)
     self._stops = StopTable(model.config.vocab_size)
     self._waiting: list[Request] = []
@@ -134,7 +139,7 @@ class EmbeddedEngine:
     self._check_open("load")
     if version <= self._version:
       raise self._error("load", f"version {version} does not follow {self._version}")
-    fresh = own_copy(weights, self._dtype)
+    fresh = own_copy(weights, self._dtype, self._fp8)
     shapes = jax.tree.map(lambda w: w.shape, fresh), jax.tree.map(lambda w: w.shape, self._weights)
     if shapes[0] != shapes[1]:
       raise self._error(
@@ -385,7 +390,7 @@ class EmbeddedEngine:
     self._cache = self._new_cache()
 
   def _empty_cache(self) -> Cache:
-    return self._model.init_cache(self._slots, self._context, self._dtype)
+    return self._model.init_cache(self._slots, self._context, cache_dtype(self._dtype, self._fp8))
 
   def _new_cache(self) -> Cache:
     return jax.jit(self._empty_cache, out_shardings=self._sharding)()

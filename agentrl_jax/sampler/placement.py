@@ -1,5 +1,6 @@
 """Where the sampler's copy of the weights and its cache lie: as the weights it was given lay."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -9,17 +10,61 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from agentrl_jax.models import moe
+from agentrl_jax.models import moe, precision
 from agentrl_jax.models.model import Cache, Model, Weights, cast, unstack
+from agentrl_jax.models.precision import Fp8
 from agentrl_jax.models.sharding import BATCH
+from agentrl_jax.ops.quantize import OCP, Quantization
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
-def own_copy(weights: Weights, dtype: Any) -> Weights:
-  """The weights with one tree a layer, in the dtype that is computed in, in buffers of their own:
-  the given ones may be donated.
+@dataclasses.dataclass(frozen=True)
+class SamplerFp8:
+  """What of the sampler is in FP8: `weights` as they are held (see `precision.STORED`), the keys
+  and values of the `cache`, and `products`, as a learner computes them.
+
+  Held weights are multiplied in the engine's dtype unless `products` says otherwise. `products`
+  holds weights in FP8 in any case, and scales by what there is now.
   """
-  return jax.tree.map(jnp.copy, cast(unstack(weights), dtype))
+
+  weights: bool = False
+  cache: bool = False
+  products: Fp8 | None = None
+
+  def __post_init__(self):
+    if self.products is not None and self.products.history:
+      raise ValueError(
+        f"products.history is {self.products.history}, expected 0: the sampler keeps no history"
+      )
+
+  @property
+  def storage(self) -> Quantization | None:
+    """How weights are held, None in the dtype of the engine."""
+    if self.products is not None:
+      return precision.storage(self.products)
+    return OCP if self.weights else None
+
+  @property
+  def options(self) -> Mapping[str, Any]:
+    """Of `Model.decode`."""
+    return {} if self.products is None else {"matmul": precision.make_matmul(self.products)}
+
+
+NO_FP8 = SamplerFp8()
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "fp8"))
+def own_copy(weights: Weights, dtype: Any, fp8: SamplerFp8 = NO_FP8) -> Weights:
+  """The weights with one tree a layer, in the dtype that is computed in or as `fp8` says, in
+  buffers of their own: the given ones may be donated.
+  """
+  own = cast(unstack(weights), dtype)
+  if fp8.storage is not None:
+    own = precision.stored(own, fp8.storage)
+  return jax.tree.map(jnp.copy, own)
+
+
+def cache_dtype(dtype: Any, fp8: SamplerFp8) -> Any:
+  return jnp.dtype(jnp.float8_e4m3fn) if fp8.cache else dtype
 
 
 def expert_options(model: Model, sharding: Any, rows: int) -> Mapping[str, Any]:

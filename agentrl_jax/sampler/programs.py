@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from agentrl_jax.models.model import Cache, Model, Weights
-from agentrl_jax.sampler.placement import expert_options
+from agentrl_jax.sampler.placement import NO_FP8, SamplerFp8, cache_dtype, expert_options
 from agentrl_jax.sampler.sampling import sample, uniforms
 
 NOTHING = -1  # in place of a sampled id, after the end of a row's turn
@@ -47,12 +47,14 @@ class Programs(NamedTuple):
 
 
 @functools.cache
-def make_programs(model: Model, *, dtype: Any, max_steps: int, sharding: Any) -> Programs:
+def make_programs(
+  model: Model, *, dtype: Any, max_steps: int, sharding: Any, fp8: SamplerFp8 = NO_FP8
+) -> Programs:
   """Programs for one model; `max_steps` (M) bounds a decode call, `sharding` is the cache's.
 
   Engines with equal arguments share what is compiled.
   """
-  axes = length_axes(model)
+  axes = length_axes(model, cache_dtype(dtype, fp8))
   jit = functools.partial(jax.jit, donate_argnames=("cache",), static_argnames=("length", "whole"))
 
   def copy(cache, source, target, *, length):
@@ -61,13 +63,13 @@ def make_programs(model: Model, *, dtype: Any, max_steps: int, sharding: Any) ->
 
   def prefill(weights, cache, rows, tokens, position, *, length, whole):
     view = _view(cache, axes, rows, length, whole)
-    options = expert_options(model, sharding, tokens.shape[0])
+    options = {**fp8.options, **expert_options(model, sharding, tokens.shape[0])}
     _, view = model.decode(weights, view, tokens, position, dtype=dtype, **options)
     return _put(cache, axes, rows, view, length, whole)
 
   def decode(weights, cache, rows, state, stop_table, steps, quota, *, length, whole):
     view = _view(cache, axes, rows, length, whole)
-    options = expert_options(model, sharding, state.token.shape[0])
+    options = {**fp8.options, **expert_options(model, sharding, state.token.shape[0])}
     forward = functools.partial(_logits, model, weights, dtype=dtype, **options)
     view, ids, logp = _decode_loop(forward, max_steps, view, state, stop_table, steps, quota)
     return _put(cache, axes, rows, view, length, whole), ids, logp
@@ -126,11 +128,11 @@ def _decode_loop(
   return view, ids, logp
 
 
-def length_axes(model: Model) -> Any:
+def length_axes(model: Model, dtype: Any) -> Any:
   """The axis of each cache array that grows with the length, -1 for one that is of a whole row;
   rows are axis 0.
   """
-  shorter, longer = (jax.eval_shape(lambda n=n: model.init_cache(1, n)) for n in (1, 2))
+  shorter, longer = (jax.eval_shape(lambda n=n: model.init_cache(1, n, dtype)) for n in (1, 2))
 
   def growing(a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct) -> int:
     sizes = enumerate(zip(a.shape, b.shape, strict=True))

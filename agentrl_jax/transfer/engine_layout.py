@@ -14,9 +14,9 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from agentrl_jax.ops.quantize import Quantization
 from agentrl_jax.transfer.layout import Assembly, apply, assembly, cut, full, fuse, stack
 from agentrl_jax.transfer.plan import Shard, Tensor
-from agentrl_jax.transfer.quantize import Quantization
 
 _FUSED = {
   "qkv_proj": ("q_proj", "k_proj", "v_proj"),

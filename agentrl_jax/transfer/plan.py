@@ -11,10 +11,10 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from agentrl_jax.ops.quantize import Quantization, grid
+from agentrl_jax.ops.quantize import check as check_quantization
 from agentrl_jax.transfer.boxes import Boxes, Grid, tiles
 from agentrl_jax.transfer.layout import Assembly, Box, check, extents, full, intersect
-from agentrl_jax.transfer.quantize import Quantization, grid, scale_name
-from agentrl_jax.transfer.quantize import check as check_quantization
 
 ITEM_BYTES = {
   "float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint8": 1, "bool": 1,
@@ -176,6 +176,13 @@ def whole(
   """
   target = (Tensor(r.dst, r.shape, dtype, _in_full(r.shape, ranks)) for r in assemblies)
   return with_dtypes(target, quantized or {})
+
+
+def scale_name(name: str, how: Quantization) -> str:
+  """The checkpoint's name for the scales of `name`: of blocks "_scale_inv", of a tensor "_scale"
+  (both multiply).
+  """
+  return f"{name}_scale" if how.block is None else f"{name}_scale_inv"
 
 
 def with_dtypes(

@@ -18,6 +18,8 @@ import httpx
 import numpy as np
 
 from agentrl_jax.models.model import Model
+from agentrl_jax.ops.quantize import OCP, Quantization
+from agentrl_jax.ops.quantize import check as check_quantization
 from agentrl_jax.transfer.control import CallError, Control, Held, PauseMode
 from agentrl_jax.transfer.engine_layout import (
   checksums_of,
@@ -29,8 +31,6 @@ from agentrl_jax.transfer.engine_layout import (
 )
 from agentrl_jax.transfer.layout import assemblies
 from agentrl_jax.transfer.plan import Plan, Tensor, plan, whole, with_dtypes
-from agentrl_jax.transfer.quantize import OCP, Quantization
-from agentrl_jax.transfer.quantize import check as check_quantization
 from agentrl_jax.transfer.report import PushError, PushReport, State
 from agentrl_jax.transfer.round import Peer, Round, differences, twice
 from agentrl_jax.transfer.stage import Staged, source_layout, stage

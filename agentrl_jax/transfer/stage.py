@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from agentrl_jax.models.model import parameter_path
+from agentrl_jax.ops.quantize import block_amax, grid, quantize_with, scales_of
 from agentrl_jax.transfer.layout import extents, permuted, slices
-from agentrl_jax.transfer.plan import Copy, Plan, Segment, Shard, Tensor
-from agentrl_jax.transfer.quantize import block_amax, grid, quantize_with, scale_name, scales_of
+from agentrl_jax.transfer.plan import Copy, Plan, Segment, Shard, Tensor, scale_name
 
 NUMPY_DTYPES: Mapping[str, np.dtype] = {
   "float32": np.dtype(np.float32),

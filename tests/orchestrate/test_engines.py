@@ -7,10 +7,10 @@ import pytest
 from fiddle.experimental import serialization
 
 from agentrl_jax.models.hf import save_weights
+from agentrl_jax.ops.quantize import FNUZ, OCP
 from agentrl_jax.orchestrate import engines
 from agentrl_jax.orchestrate.engines import EngineContext
 from agentrl_jax.rollout.engine import SamplingParams
-from agentrl_jax.transfer.quantize import FNUZ, OCP
 from agentrl_jax.transfer.report import State
 from agentrl_jax.transfer.transports.auto import Servers
 from configs import quickstart, use_fp8, use_sglang, use_transport

@@ -48,9 +48,9 @@ def test_a_teacher_of_another_size_says_its_own_log_probs(tmp_path):
     experiment(model=str(student), reference=str(teacher)), policy, model, mesh
   )
   assert own is not None and taught is not None
-  assert np.abs(own(batch) - taught(batch))[batch.action].max() > 1e-3
-  np.testing.assert_allclose(own(batch), log_probs(student, batch, mesh), rtol=1e-5)
-  np.testing.assert_allclose(taught(batch), log_probs(teacher, batch, mesh), rtol=1e-5)
+  assert np.abs(own(None, batch) - taught(None, batch))[batch.action].max() > 1e-3
+  np.testing.assert_allclose(own(None, batch), log_probs(student, batch, mesh), rtol=1e-5)
+  np.testing.assert_allclose(taught(None, batch), log_probs(teacher, batch, mesh), rtol=1e-5)
 
 
 def test_only_losses_that_ask_for_it_have_one(tmp_path):

@@ -6,19 +6,24 @@ import math
 import numpy as np
 
 
-def decode(byte, bias, nan):
-  """The value of one byte of a format of 4 exponent and 3 mantissa bits."""
+def decode(byte, bias, nan, bits=3):
+  """The value of one byte of a format of so many mantissa bits."""
   if byte in nan:
     return math.nan
-  sign, exponent, mantissa = -1.0 if byte >> 7 else 1.0, (byte >> 3) & 15, byte & 7
+  sign, exponent = -1.0 if byte >> 7 else 1.0, (byte & 0x7F) >> bits
+  fraction = (byte & ((1 << bits) - 1)) / (1 << bits)
   if exponent == 0:
-    return sign * mantissa * 2.0 ** (1 - bias - 3)
-  return sign * (1 + mantissa / 8) * 2.0 ** (exponent - bias)
+    return sign * fraction * 2.0 ** (1 - bias)
+  return sign * (1 + fraction) * 2.0 ** (exponent - bias)
+
+
+_E5M2_SPECIAL = {sign | byte for sign in (0, 0x80) for byte in (0x7C, 0x7D, 0x7E, 0x7F)}
 
 
 TABLES = {
   "float8_e4m3fn": np.array([decode(b, 7, {0x7F, 0xFF}) for b in range(256)]),
   "float8_e4m3fnuz": np.array([decode(b, 8, {0x80}) for b in range(256)]),
+  "float8_e5m2": np.array([decode(b, 15, _E5M2_SPECIAL, bits=2) for b in range(256)]),
 }
 
 
@@ -36,7 +41,7 @@ def encode(values, dtype):
   even_upper = positive[upper] % 2 == 0
   chosen = np.where((up < down) | ((up == down) & even_upper), upper, lower)
   coded = positive[chosen].astype(np.uint8)
-  negative = np.signbit(values) & ((coded != 0) | (dtype == "float8_e4m3fn"))
+  negative = np.signbit(values) & ((coded != 0) | (dtype != "float8_e4m3fnuz"))
   return np.where(negative, coded | 0x80, coded).astype(np.uint8)
 
 

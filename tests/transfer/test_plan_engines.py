@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from agentrl_jax.models.sharding import make_mesh
+from agentrl_jax.ops.quantize import OCP, Quantization
 from agentrl_jax.transfer.engine_layout import (
   direct_target,
   expected_checksums,
@@ -17,7 +18,6 @@ from agentrl_jax.transfer.engine_layout import (
 )
 from agentrl_jax.transfer.layout import apply, assembly, check, full, invert
 from agentrl_jax.transfer.plan import Shard, Tensor, plan, whole, with_dtypes
-from agentrl_jax.transfer.quantize import OCP, Quantization
 from agentrl_jax.transfer.stage import allocate, segment_view, source_layout, stage
 from tests.reference import quantize as quantize_reference
 from tests.reference import transfer as reference

@@ -19,10 +19,10 @@ from agentrl_jax.models import qwen3
 from agentrl_jax.models.decoder import Config
 from agentrl_jax.models.hf import save_weights
 from agentrl_jax.models.sharding import make_mesh, shardings
+from agentrl_jax.ops.quantize import OCP
 from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer
 from agentrl_jax.transfer.layout import apply, assemblies
 from agentrl_jax.transfer.push import sglang_publisher
-from agentrl_jax.transfer.quantize import OCP
 from agentrl_jax.transfer.report import State
 from agentrl_jax.transfer.stage import leaves, source_layout
 from agentrl_jax.transfer.transports.disk import DiskTransport

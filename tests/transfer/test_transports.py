@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from agentrl_jax.ops.quantize import OCP
 from agentrl_jax.transfer.engine_layout import (
   direct_target,
   parameters,
@@ -20,7 +21,6 @@ from agentrl_jax.transfer.engine_layout import (
 )
 from agentrl_jax.transfer.layout import assembly
 from agentrl_jax.transfer.plan import plan, whole, with_dtypes
-from agentrl_jax.transfer.quantize import OCP
 from agentrl_jax.transfer.stage import Staged, source_layout, stage
 from agentrl_jax.transfer.transports import auto
 from agentrl_jax.transfer.transports.auto import Servers

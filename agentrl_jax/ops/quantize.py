@@ -1,9 +1,9 @@
 """BF16 to FP8 with a scale for each block, on the device that holds the values.
 
 q = rne(clip(w / s, -top, top)) and s = max(amax, 1e-12) / top, so that q * s is near w. Everything
-is computed from the bfloat16 rounding of the weights: a push and an exported checkpoint then agree
-bit for bit. Blocks are counted in the published tensor; a block that shards cut is scaled by the
-largest of its fragments' amax, which gives the same bytes as quantising it whole.
+is computed from the bfloat16 rounding of the values: a product in training, a push and an exported
+checkpoint then agree bit for bit. Blocks are counted in the whole tensor; a block that shards cut
+is scaled by the largest of its fragments' amax, which gives the same bytes as quantising it whole.
 
 The rounding is done on bit patterns: integer operations vectorise where XLA's own conversions to
 FP8 and reductions of bfloat16 do not.
@@ -24,8 +24,9 @@ _TINY = 1e-12  # smallest amax, so that a block of zeros has a scale
 
 
 class _Format(NamedTuple):
-  """An 8-bit float of 4 exponent and 3 mantissa bits."""
+  """An 8-bit float."""
 
+  mantissa: int  # bits
   bias: int
   nan: int
   minus_zero: bool
@@ -34,8 +35,9 @@ class _Format(NamedTuple):
 
 # OCP 8-bit floating point specification 1.0; FNUZ: Noune et al. 2022, arXiv:2206.02915.
 _FORMATS = {
-  "float8_e4m3fn": _Format(bias=7, nan=0x7F, minus_zero=True, largest=448.0),
-  "float8_e4m3fnuz": _Format(bias=8, nan=0x80, minus_zero=False, largest=240.0),
+  "float8_e4m3fn": _Format(mantissa=3, bias=7, nan=0x7F, minus_zero=True, largest=448.0),
+  "float8_e4m3fnuz": _Format(mantissa=3, bias=8, nan=0x80, minus_zero=False, largest=240.0),
+  "float8_e5m2": _Format(mantissa=2, bias=15, nan=0x7F, minus_zero=True, largest=57344.0),
 }
 
 
@@ -71,13 +73,6 @@ def check(how: Quantization) -> Quantization:
   return how
 
 
-def scale_name(name: str, how: Quantization) -> str:
-  """The checkpoint's name for the scales of `name`: of blocks "_scale_inv", of a tensor "_scale"
-  (both multiply).
-  """
-  return f"{name}_scale" if how.block is None else f"{name}_scale_inv"
-
-
 def grid(shape: Sequence[int], how: Quantization) -> tuple[int, ...]:
   """The shape of the scales of a tensor; blocks at its edges are smaller. () for one scale."""
   if how.block is None:
@@ -93,6 +88,12 @@ def quantize(
   A value that is not finite makes its block's scale not finite.
   """
   return _quantize(values, check(how))
+
+
+def finite(values: Float[Array, "..."]) -> Float[Array, "..."]:
+  """Infinities as the largest bfloat16 number, so that they saturate when quantised; NaN stays."""
+  largest = float(jnp.finfo(jnp.bfloat16).max)
+  return jnp.clip(values, -largest, largest)
 
 
 @functools.partial(jax.jit, static_argnames=("how", "origin"))
@@ -231,15 +232,17 @@ def _pad(values: jax.Array, block: tuple[int, int], origin: tuple[int, int]) -> 
 def _encode(values: jax.Array, how: Quantization) -> UInt8[Array, "..."]:
   """The byte of each float32 after clipping, rounded to nearest, ties to even; NaN stays NaN."""
   form = _FORMATS[how.dtype]
+  dropped = 23 - form.mantissa  # bits of the float32 mantissa
   # Adding this leaves subnormals, rounded, in the low bits: its unit is the smallest subnormal.
-  magic = (127 + 23 - (form.bias + 2)) << 23
+  magic = (127 + 24 - form.bias - form.mantissa) << 23
   smallest_normal = (127 + 1 - form.bias) << 23
   clipped = jnp.clip(values, jnp.float32(-how.top), jnp.float32(how.top))
   bits = jax.lax.bitcast_convert_type(clipped, jnp.uint32)
   size = bits & jnp.uint32(0x7FFFFFFF)
   sign = (bits >> 24) & jnp.uint32(0x80)
-  odd = (size >> 20) & jnp.uint32(1)
-  normal = ((size + jnp.uint32(0x7FFFF) + odd) >> 20) - jnp.uint32((127 - form.bias) << 3)
+  odd = (size >> dropped) & jnp.uint32(1)
+  rounded = (size + jnp.uint32((1 << dropped - 1) - 1) + odd) >> dropped
+  normal = rounded - jnp.uint32((127 - form.bias) << form.mantissa)
   shifted = jax.lax.bitcast_convert_type(size, jnp.float32) + jax.lax.bitcast_convert_type(
     jnp.uint32(magic), jnp.float32
   )

@@ -1,0 +1,85 @@
+"""Fiddlers for numbers of 8 bits and for adapters: `--config=fiddler:use_fp8_products`,
+`--config='fiddler:use_lora(rank=8)'`. See docs/precision.md.
+"""
+
+from collections.abc import Sequence
+
+import fiddle as fdl
+
+from agentrl_jax.models.lora import PROJECTIONS, Lora
+from agentrl_jax.models.precision import Fp8
+from agentrl_jax.orchestrate import engines
+from agentrl_jax.orchestrate.experiment import Experiment
+from agentrl_jax.sampler.placement import SamplerFp8
+
+SCALINGS = {
+  "blocks": {},
+  "tensor": {"blocks": False},
+  "delayed": {"blocks": False, "history": 16},
+}
+FP8_MISMATCH = 2.0  # nats: of single tokens, where learner and engine round to FP8 in other places
+
+
+def use_fp8_products(
+  config: fdl.Config[Experiment], scaling: str = "blocks", gradient: str = "float8_e5m2"
+) -> None:
+  """The learner's products in FP8, scaled as one of `SCALINGS` says; engine and learner may then
+  differ by `FP8_MISMATCH`, and a run that says less is refused where they do.
+
+  Raises ValueError for another scaling, or for what is no `Experiment`.
+  """
+  if scaling not in SCALINGS:
+    raise ValueError(f"no scaling {scaling!r}; there are {', '.join(SCALINGS)}")
+  _experiment(config, "FP8")
+  config.fp8 = fdl.Config(Fp8, gradient=gradient, **SCALINGS[scaling])
+  config.max_mismatch = max(config.max_mismatch, FP8_MISMATCH)
+
+
+def use_fp8_sampler(
+  config: fdl.Config[Experiment], weights: bool = True, cache: bool = True, products: bool = False
+) -> None:
+  """The embedded sampler holds weights and its cache of keys and values as FP8; with `products` it
+  multiplies as the learner of `use_fp8_products` does, which must come before.
+
+  Raises ValueError for another engine, or where the learner's products are not in FP8 or scaled by
+  a history, which the sampler does not keep.
+  """
+  _experiment(config, "FP8")
+  engine = config.engine
+  if not isinstance(engine, fdl.Config) or fdl.get_callable(engine) is not engines.embedded:
+    raise ValueError(f"this FP8 is of the embedded sampler, the engine is {engine}: use_fp8 for a "
+                     "SGLang server, use_embedded before it for this one")  # fmt: skip
+  if products and (config.fp8 is None or config.fp8.history):
+    raise ValueError(
+      f"the sampler multiplies as the learner does, whose fp8 is {config.fp8}: expected that of "
+      "use_fp8_products with scaling 'blocks' or 'tensor' before it"
+    )
+  engine.fp8 = fdl.Config(
+    SamplerFp8, weights=weights, cache=cache, products=config.fp8 if products else None
+  )
+  config.max_mismatch = max(config.max_mismatch, FP8_MISMATCH)
+
+
+def use_lora(
+  config: fdl.Config[Experiment],
+  rank: int = 16,
+  alpha: float = 32.0,
+  targets: Sequence[str] = PROJECTIONS,
+  base_dtype: str = "float32",
+  start: str | None = None,
+) -> None:
+  """Trains adapters alone, see `models.lora.Lora`; engines get the merged weights, and the run
+  leaves `adapter/`, a PEFT directory, beside `model/`.
+
+  Raises ValueError for what is no `Experiment`.
+  """
+  _experiment(config, "LoRA")
+  config.lora = fdl.Config(
+    Lora, rank=rank, alpha=float(alpha), targets=tuple(targets), base_dtype=base_dtype, start=start
+  )
+
+
+def _experiment(config: fdl.Config[Experiment], what: str) -> None:
+  if fdl.get_callable(config) is not Experiment:
+    name = fdl.get_callable(config).__name__
+    raise ValueError(f"{what} is for an Experiment, this configuration builds {name}")
