@@ -247,9 +247,9 @@ def _entries(model: Model, adapters: Adapters, how: Lora):
 # Of a PEFT configuration: what would make it another adapter than ours, and what it must be then.
 _PLAIN = {
   "alpha_pattern": {}, "bias": "none", "exclude_modules": None, "fan_in_fan_out": False,
-  "layer_replication": None, "layers_to_transform": None, "modules_to_save": None,
-  "peft_type": "LORA", "rank_pattern": {}, "target_parameters": None,
-  "trainable_token_indices": None, "use_dora": False, "use_rslora": False,
+  "layer_replication": None, "layers_to_transform": None, "lora_bias": False,
+  "modules_to_save": None, "peft_type": "LORA", "rank_pattern": {}, "target_parameters": None,
+  "trainable_token_indices": None, "use_dora": False, "use_qalora": False, "use_rslora": False,
 }  # fmt: skip
 
 
@@ -271,10 +271,9 @@ def load(model: Model, how: Lora, directory: PathLike) -> Adapters:
     for _, name in _names(rule, spec)
     for part in ("lora_A", "lora_B")
   }
-  for problem, wrong in (
-    ("missing", expected - files.names()),
-    ("unknown", files.names() - expected),
-  ):
+  # PEFT writes a copy of an adapted head's own weight beside its adapter.
+  found = {name for name in files.names() if not name.endswith(".base_layer.weight")}
+  for problem, wrong in (("missing", expected - found), ("unknown", found - expected)):
     if wrong:
       listed = ", ".join(sorted(wrong)[:5])
       raise ValueError(f"{root / TENSORS}: {len(wrong)} {problem} tensors: {listed}")
