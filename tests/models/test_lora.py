@@ -128,7 +128,7 @@ def test_frozen_weights_may_be_bfloat16_and_products_fp8():
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_peft_directories_and_back(name, tmp_path):
-  """Names and shapes as PEFT 0.17 writes and reads them: [rank, in] and [out, rank]."""
+  """Names and shapes as PEFT 0.21.2 writes and reads them: [rank, in] and [out, rank]."""
   model, how = EVERYWHERE[name]
   adapters = random_adapters(model, how)
   lora.save(model, adapters, how, tmp_path / "adapter", base="some/base")
@@ -145,6 +145,9 @@ def test_peft_directories_and_back(name, tmp_path):
     assert tensors[f"{prefix}.mlp.down_proj.lora_B.weight"].shape == (16, 3)
     assert tensors["base_model.model.lm_head.lora_A.weight"].shape == (3, 16)
     assert len(tensors) == 2 * (2 + 2 + 1)
+    # As PEFT writes it, an adapted head's own weight lies beside.
+    tensors["base_model.model.lm_head.base_layer.weight"] = np.zeros((32, 16), np.float32)
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
   else:
     assert tensors[f"{prefix}.mlp.experts.3.up_proj.lora_B.weight"].shape == (12, 2)
     assert tensors[f"{prefix}.mlp.gate.lora_A.weight"].shape == (2, 16)
