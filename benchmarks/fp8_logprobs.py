@@ -37,7 +37,6 @@ SAMPLER = {
   "weights": SamplerFp8(weights=True),
   "cache": SamplerFp8(cache=True),
   "weights and cache": SamplerFp8(weights=True, cache=True),
-  "products and cache": SamplerFp8(products=Fp8(), cache=True),
 }
 
 
@@ -53,7 +52,7 @@ def tokens_of(directory: pathlib.Path, rows: int, length: int) -> np.ndarray:
 
 def forward(model: Model, dtype: Any, how: Fp8 | None) -> Callable[[Weights, Any], jax.Array]:
   """(weights, tokens [1 T]) -> log-probs of the next token [T V], as the learner computes them."""
-  options = {} if how is None else {"matmul": precision.make_matmul(how)}
+  options: dict[str, Any] = {} if how is None else {"matmul": precision.make_matmul(how)}
 
   @jax.jit
   def run(weights: Weights, tokens: jax.Array) -> jax.Array:
@@ -115,7 +114,7 @@ def summary(parts: list[dict[str, np.ndarray]]) -> dict[str, float]:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--model", type=pathlib.Path, required=True)
-  parser.add_argument("--rows", type=int, default=8)
+  parser.add_argument("--rows", type=int, default=4)
   parser.add_argument("--length", type=int, default=256)
   parser.add_argument("--smoke", action="store_true", help="one short row; nothing is written")
   options = parser.parse_args()
@@ -123,20 +122,25 @@ def main() -> None:
   model = load_model(options.model)
   weights = load_weights(model, options.model)
   tokens = tokens_of(options.model, rows, length)
-  baseline = forward(model, jnp.bfloat16, None)
+  base = each_row(forward(model, jnp.bfloat16, None), weights, tokens)
   kinds = {name: forward(model, *how) for name, how in FORWARD.items()}
   kinds |= {name: sampler(model, fp8) for name, fp8 in SAMPLER.items()}
-  found: dict[str, list[dict[str, np.ndarray]]] = {name: [] for name in kinds}
+  report: dict[str, Any] = {"model": options.model.name, "tokens": rows * (length - 1)}
+  report["from_bfloat16"] = {}
   with rich.progress.Progress() as progress:
-    for row in progress.track(tokens, description="rows"):
-      base = np.asarray(baseline(weights, row[None]))
-      for name, run in kinds.items():
-        found[name].append(difference(np.asarray(run(weights, row[None])), base, row))
-  table = {name: summary(parts) for name, parts in found.items()}
-  report = {"model": options.model.name, "tokens": int(rows * (length - 1)), "from_bfloat16": table}
-  print(json.dumps(report, indent=2))
+    for name in progress.track(kinds, description="kinds"):
+      made = each_row(kinds[name], weights, tokens)
+      parts = [difference(*row) for row in zip(made, base, tokens, strict=True)]
+      report["from_bfloat16"][name] = summary(parts)
+      print(name, report["from_bfloat16"][name], flush=True)
   if not options.smoke:
     RESULTS.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def each_row(
+  run: Callable[[Weights, Any], jax.Array], weights: Weights, tokens: np.ndarray
+) -> list[np.ndarray]:
+  return [np.asarray(run(weights, row[None])) for row in tokens]
 
 
 if __name__ == "__main__":

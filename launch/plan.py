@@ -56,7 +56,7 @@ def experiment_of(flag: flags.FlagHolder) -> tuple[Any, Any]:
   sampler = None
   if fdl.get_callable(config.engine) is engines.embedded:
     sizes = fdl.ordered_arguments(config.engine, include_defaults=True)
-    fp8 = fdl.build(sizes["fp8"])
+    fp8: Any = fdl.build(sizes["fp8"])
     sampler = Sampler(slots=sizes["slots"], dtype=sizes["dtype"], fp8=fp8)
   config.tasks = None
   return fdl.build(config), sampler

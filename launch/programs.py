@@ -254,7 +254,7 @@ def _like(given: jax.ShapeDtypeStruct, made: Any) -> Any:
       made.scales.dtype,
       sharding=replicated(given.sharding.mesh),  # pyright: ignore
     )
-    return made.replace(values=_like(given, made.values), scales=scales)
+    return dataclasses.replace(made, values=_like(given, made.values), scales=scales)
   return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=given.sharding)
 
 

@@ -159,7 +159,7 @@ def make_step(
     beside = state.beside
     if beside is not None:
       history = beside.history
-      if history is not None:
+      if history is not None and seen is not None:
         history = _choose(good, remembered(history, seen), history)
       beside = Beside(None if beside.adapters is None else policy, history)
     metrics = {

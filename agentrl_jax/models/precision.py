@@ -139,16 +139,13 @@ class Stored:
   values: Array
   scales: Float[Array, "..."]
   how: Quantization = flax.struct.field(pytree_node=False)
+  multiplied: bool = flax.struct.field(pytree_node=False, default=False)  # its products in FP8 too
 
   def plain(self, dtype: Any) -> Array:
     """In `dtype`, with a leading expert axis where the values have one."""
     of = functools.partial(dequantize, how=self.how)
-    made = of(self.values, self.scales) if self.values.ndim == 2 else jax.vmap(of)(*self._pair)
-    return made.astype(dtype)
-
-  @property
-  def _pair(self) -> tuple[Array, Array]:
-    return self.values, self.scales
+    of = of if self.values.ndim == 2 else jax.vmap(of)
+    return of(self.values, self.scales).astype(dtype)
 
 
 def _is_at(path: tuple[Any, ...], places: tuple[str, ...]) -> bool:
@@ -203,42 +200,51 @@ def remembered(history: History, seen: History) -> History:
   return jax.tree.map(one, history, seen)
 
 
-def stored(weights: Weights, how: Quantization = _WEIGHT) -> Weights:
-  """The weights, one tree a layer (`model.unstack`), with those of `STORED` held as FP8."""
+def stored(weights: Weights, products: Fp8 | None = None) -> Weights:
+  """The weights, one tree a layer (`model.unstack`), with those of `STORED` held as FP8.
+
+  With `products` they are as `make_matmul(products)` multiplies them, at its places.
+  """
+  how = _WEIGHT if products is None or products.blocks else _WEIGHT._replace(block=None)
+  places = () if products is None else products.places
   of = functools.partial(quantize, how=how)
 
   def one(path: tuple[Any, ...], weight: Array) -> Any:
     if not _is_at(path, STORED):
       return weight
-    return Stored(*(of(weight) if weight.ndim == 2 else jax.vmap(of)(weight)), how)
+    held = of(weight) if weight.ndim == 2 else jax.vmap(of)(weight)
+    return Stored(*held, how, multiplied=_is_at(path, places))
 
   return jax.tree_util.tree_map_with_path(one, weights)
 
 
-def storage(how: Fp8) -> Quantization:
-  """What `stored` must make for the products of `make_matmul(how)`."""
-  return _WEIGHT if how.blocks else _WEIGHT._replace(block=None)
-
-
 def make_matmul(how: Fp8) -> layers.Matmul:
   """A product for `Model.forward` and `Model.decode`: FP8 with weights that are `Multiplied`, or
-  `Stored` at one of `how.places` (forward only, by dynamic scales); in the dtype of the activations
-  with all others.
+  `Stored` for that (forward only, by dynamic scales); in the dtype of the activations with all
+  others.
   """
 
   def matmul(x: Float[Array, "... I"], weight: Any) -> Float[Array, "... O"]:
     if isinstance(weight, Multiplied):
       return _product(how, x, weight.weight.astype(x.dtype), weight.amax)
-    if isinstance(weight, Stored):
+    if isinstance(weight, Stored) and weight.multiplied:
       rows = x.reshape(-1, x.shape[-1])
-      made = _scaled_product(_quantized(rows, how), (weight.values, weight.scales), x.dtype)
+      made = _scaled_product(_quantized(rows, how), Operand(weight.values, weight.scales), x.dtype)
       return made.reshape(*x.shape[:-1], -1)
     return layers.matmul(x, weight)
 
   return matmul
 
 
-Operand = tuple[Array, Array]  # values and scales
+class Operand(NamedTuple):
+  """A matrix in FP8; one scale for all of it, or those of its blocks."""
+
+  values: Array
+  scale: Array
+
+  @property
+  def T(self) -> "Operand":
+    return Operand(self.values.T, self.scale.T)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -255,10 +261,10 @@ def _forward(how: Fp8, x: Array, weight: Array, amax: Amax | None) -> tuple[Arra
     made = _scaled_product(_quantized(rows, how), held, x.dtype)
     kept = _quantized(rows.T, how)  # the weight's gradient sums over tokens
   else:
-    *kept, x_now = _whole(rows, "float8_e4m3fn", None if amax is None else amax.x)
-    *held, weight_now = _whole(weight, "float8_e4m3fn", None if amax is None else amax.weight)
-    made = _scaled_product(tuple(kept), tuple(held), x.dtype)
-    kept, held = (kept[0].T, kept[1]), tuple(held)
+    coded, x_now = _whole(rows, "float8_e4m3fn", None if amax is None else amax.x)
+    held, weight_now = _whole(weight, "float8_e4m3fn", None if amax is None else amax.weight)
+    made = _scaled_product(coded, held, x.dtype)
+    kept = coded.T
     seen = None if amax is None else (x_now, weight_now)
   return made.reshape(*x.shape[:-1], -1), (kept, held, amax, seen)
 
@@ -266,15 +272,14 @@ def _forward(how: Fp8, x: Array, weight: Array, amax: Amax | None) -> tuple[Arra
 def _backward(how: Fp8, saved: tuple[Any, ...], grad: Array) -> tuple[Array, Array, Amax | None]:
   kept, held, amax, seen = saved
   rows = grad.reshape(-1, grad.shape[-1])
-  transposed = held[0].T, held[1].T
   if how.blocks:
     backward, tokens = _quantized(rows, how, how.gradient), _quantized(rows.T, how, how.gradient)
-    onto_x = _scaled_product(backward, transposed, grad.dtype)
-    of_weight = _scaled_product(kept, (tokens[0].T, tokens[1].T), grad.dtype)
+    onto_x = _scaled_product(backward, held.T, grad.dtype)
+    of_weight = _scaled_product(kept, tokens.T, grad.dtype)
   else:
-    *coded, now = _whole(rows, how.gradient, None if amax is None else amax.gradient)
-    onto_x = _scaled_product(tuple(coded), transposed, grad.dtype)
-    of_weight = _scaled_product(kept, tuple(coded), grad.dtype)
+    coded, now = _whole(rows, how.gradient, None if amax is None else amax.gradient)
+    onto_x = _scaled_product(coded, held.T, grad.dtype)
+    of_weight = _scaled_product(kept, coded, grad.dtype)
     amax = None if amax is None else _newest(amax, *seen, now)
   return onto_x.reshape(*grad.shape[:-1], -1), of_weight, amax
 
@@ -293,12 +298,12 @@ def _quantized(
 ) -> Operand:
   """Rows in FP8 with scales of what there is now."""
   block = None if not how.blocks else (_WEIGHT if of_weight else _ROWS).block
-  return quantize(finite(values), Quantization(dtype, block, top=_LARGEST[dtype]))
+  return Operand(*quantize(finite(values), Quantization(dtype, block, top=_LARGEST[dtype])))
 
 
 def _whole(
   values: Float[Array, "M K"], dtype: str, history: Float[Array, "H"] | None
-) -> tuple[Array, Array, Array]:
+) -> tuple[Operand, Array]:
   """Values with one scale, and their largest magnitude now; the scale is of the history once there
   is one.
   """
@@ -309,18 +314,18 @@ def _whole(
     before = jnp.max(history)
     used = jnp.where(before > 0, before, now)
   scale = scales_of(used, how)
-  return quantize_with(values, scale, how), scale, now
+  return Operand(quantize_with(values, scale, how), scale), now
 
 
 def _scaled_product(left: Operand, right: Operand, dtype: Any) -> Array:
   """left [M K] @ right [K N] in `dtype`, where scales are of the whole, or of left's [1 x 128]
   ([M, K / 128]) and right's [128 x 128] or [128 x 1].
   """
-  (left, left_scale), (right, right_scale) = left, right
-  if left_scale.ndim == 0:
-    made = _saturated(_saturated(_dot(left, right) * left_scale) * right_scale)
+  if left.scale.ndim == 0:
+    made = _saturated(_saturated(_dot(left.values, right.values) * left.scale) * right.scale)
   else:
-    made = _blocks(left, left_scale, right, _by_column(right_scale, right.shape[1]))
+    columns = _by_column(right.scale, right.values.shape[1])
+    made = _blocks(left.values, left.scale, right.values, columns)
   return jnp.clip(made, *_range(dtype)).astype(dtype)
 
 

@@ -14,7 +14,6 @@ from agentrl_jax.models import moe, precision
 from agentrl_jax.models.model import Cache, Model, Weights, cast, unstack
 from agentrl_jax.models.precision import Fp8
 from agentrl_jax.models.sharding import BATCH
-from agentrl_jax.ops.quantize import OCP, Quantization
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +36,6 @@ class SamplerFp8:
       )
 
   @property
-  def storage(self) -> Quantization | None:
-    """How weights are held, None in the dtype of the engine."""
-    if self.products is not None:
-      return precision.storage(self.products)
-    return OCP if self.weights else None
-
-  @property
   def options(self) -> Mapping[str, Any]:
     """Of `Model.decode`."""
     return {} if self.products is None else {"matmul": precision.make_matmul(self.products)}
@@ -58,8 +50,8 @@ def own_copy(weights: Weights, dtype: Any, fp8: SamplerFp8 = NO_FP8) -> Weights:
   buffers of their own: the given ones may be donated.
   """
   own = cast(unstack(weights), dtype)
-  if fp8.storage is not None:
-    own = precision.stored(own, fp8.storage)
+  if fp8.weights or fp8.products is not None:
+    own = precision.stored(own, fp8.products)
   return jax.tree.map(jnp.copy, own)
 
 

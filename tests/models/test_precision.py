@@ -211,7 +211,7 @@ def test_a_model_in_fp8_and_its_master_weights():
   )(weights)
   assert all(g.dtype == jnp.float32 and np.abs(g).max() > 0 for g in jax.tree.leaves(gradient))
 
-  held = precision.stored(unstack(weights), precision.storage(how))
+  held = precision.stored(unstack(weights), how)
   positions = jnp.broadcast_to(jnp.arange(12), tokens.shape)
   decoded, _ = jax.jit(lambda w, c: TINY.decode(w, c, tokens, positions, matmul=matmul))(
     held, TINY.init_cache(2, 16)
