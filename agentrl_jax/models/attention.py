@@ -9,6 +9,7 @@ share a key-value head, S counts keys.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import flax.struct
 import jax
