@@ -213,6 +213,7 @@ def forward_routed(
   experts: moe.ComputeExperts = moe.compute_experts,
   dtype: Any = jnp.float32,
   remat: Remat = save_everything,
+  attend_rows: attention.AttendRows = attention.attend,
   matmul: Matmul = layers.matmul,
 ) -> tuple[Float[Array, "B T D"], moe.Routing | None]:
   """See `Model.forward_routed`. Of a row's streams that others continue, each lies directly before
@@ -220,7 +221,7 @@ def forward_routed(
   """
 
   def mix(query: Array, key: Array, value: Array) -> tuple[Array, None]:
-    return attention.attend(query, key, value, sample, parent), None
+    return attend_rows(query, key, value, sample, parent, None), None
 
   remember = functools.partial(remember_row, config, sample, parent)
   mixers = _mixers(config, _rotation(config, position), mix, remember, matmul)
