@@ -82,7 +82,8 @@ def main() -> None:
     ("credit", picture({**algorithms(["all"]), "mpo, chunks of 2": chunked()})),
   ]:
     path = IMAGES / f"{name}.png"
-    figure.savefig(path, dpi=70)
+    rows = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    figure.savefig(path, dpi=70, metadata={"Description": "\n".join(rows)})  # for a test
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1024:.0f} KB")
 
 

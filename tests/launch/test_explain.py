@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
 
 from agentrl_jax.losses import recipes
 from agentrl_jax.losses.advantages import whiten
@@ -48,6 +50,13 @@ def test_every_recipe_explains_itself(name):
   assert all(part.formula for part in described if "lambda" not in part.name)
   text = explanation(name, ALL[name]).plain
   assert name in text and all(need in text for need in ALL[name].needs)
+
+
+def test_the_picture_of_the_docs_shows_every_recipe():
+  """`python docs/draw_losses.py` draws it anew and writes its rows beside the pixels."""
+  drawn = pathlib.Path(__file__).parents[2] / "docs" / "images" / "credit.png"
+  with Image.open(drawn) as image:
+    assert set(ALL) - set(image.info["Description"].splitlines()) == set()
 
 
 def doubled(batch, aux, *, factor=2.0):
