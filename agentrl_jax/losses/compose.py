@@ -49,11 +49,12 @@ def policy_loss(ratio: RatioFn, surrogate: SurrogateFn, *penalties: PenaltyFn) -
 def with_clip_high(build: Callable[[float | Float[Array, ""]], LossFn], *, start: float) -> LossFn:
   """The loss that `build` makes of the step's upper clip, `start` until a controller sets it."""
   not_negative(start=start)
-  build(start)  # so that what it refuses is refused now
+  at_start = build(start)
 
   def loss(policy: PolicyEval, batch: LossBatch) -> tuple[Float[Array, ""], Metrics]:
-    high = jnp.asarray(start, jnp.float32) if batch.aux.clip_high is None else batch.aux.clip_high
-    total, metrics = build(high)(policy, batch)
+    moved = batch.aux.clip_high
+    total, metrics = (at_start if moved is None else build(moved))(policy, batch)
+    high = jnp.asarray(start, jnp.float32) if moved is None else moved
     live = batch.traj.action & (batch.weight != 0)
     return total, {**metrics, "clip_high": masked(jnp.broadcast_to(high, live.shape), live)}
 

@@ -36,6 +36,12 @@ def test_slots_and_numbers_are_read_off():
   assert found["penalties"] == "penalties: kl_to_ref(coef=0.01)"
 
 
+def test_a_controlled_clip_shows_the_loss_at_its_start():
+  lines = [str(part).strip() for part in describe(recipes.ac2(low=0.1, start=0.3))]
+  assert "at_start: policy_loss(penalties=())" in lines
+  assert "surrogate: clip(dual=3, high=0.3, low=0.1)" in lines
+
+
 def test_wrapped_weights_nest():
   wrapped = recipes.grpo()._replace(weight=truncated_is(mean_over(TOKEN), cap=1.5))
   lines = [str(part) for part in describe(wrapped)]
