@@ -208,10 +208,13 @@ def whiten(base: AdvantageFn, scale: Scale, eps: float = 1e-8) -> AdvantageFn:
     count = jnp.maximum(here.sum(dtype=jnp.float32), 1.0)
     mean = jnp.where(here, x, 0.0).sum() / count
     centred = jnp.where(here, x - mean, 0.0)
-    signal = jnp.abs(centred).max() >= ALL_EQUAL * jnp.maximum(1.0, jnp.abs(mean))
+    tokens = jnp.where(keep, credit.advantage - mean, 0.0)
+    # Of a single unit only its tokens can differ.
+    largest = jnp.where(count > 1, jnp.abs(centred).max(), jnp.abs(tokens).max())
+    signal = largest >= ALL_EQUAL * jnp.maximum(1.0, jnp.abs(mean))
     variance = jnp.square(centred).sum() / jnp.maximum(count - 1.0, 1.0)
     divisor = jnp.where(count > 1, jnp.sqrt(variance + eps), 1.0)
-    white = jnp.where(keep & signal, (credit.advantage - mean) / divisor, 0.0)
+    white = jnp.where(keep & signal, tokens / divisor, 0.0)
     return dataclasses.replace(credit, advantage=white)
 
   return advantage

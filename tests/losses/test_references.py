@@ -222,6 +222,15 @@ def test_reward_to_go_and_whitening(seed):
     same(white, loop.whiten(made, base, scale), seed)
 
 
+def test_a_single_unit_is_centred_only():
+  """Returns to go 3, 2 of one trajectory: their mean is 2.5, and there is no deviation."""
+  one = batches.lay_out([batches.by_hand([0, 1], [1.0, 2.0])])
+  white = whiten(reward_to_go(), TRAJ)(one.batch, one.aux).advantage
+  np.testing.assert_allclose(white, [[0.5, -0.5]], atol=1e-6)
+  flat = batches.lay_out([batches.by_hand([0, 0], [0.7])])
+  assert (np.asarray(whiten(reward_to_go(), TRAJ)(flat.batch, flat.aux).advantage) == 0).all()
+
+
 @seeds
 def test_endpoint_baseline(seed):
   made, _ = case(seed)
