@@ -15,12 +15,13 @@ from agentrl_jax.models.model import cast, unstack
 from agentrl_jax.models.sharding import batch_sharding, make_mesh, shardings
 from tests.models.test_dense import TOLERANCE, assert_same_sums, load, random_weights, separate
 from tests.models.test_hf import edit_config, rewrite
+from tests.reference import transfer
 
 CASES = ["qwen3_5", "qwen3_5_moe"]  # of tests/reference/moe_transformers.py
 SIZES = {
   "vocab_size": 48, "embed": 16, "ffw": 24, "heads": 4, "kv_heads": 2, "head_dim": 8,
   "max_position": 64, "key_heads": 2, "value_heads": 4, "key_dim": 4, "value_dim": 6, "taps": 4,
-  "rotary_dim": 4,
+  "rotary_dim": 4, "norm_epsilon": 1e-3,
 }  # fmt: skip
 DENSE = qwen3_5.bind(
   hybrid_decoder.Config(**SIZES, layers=4, linear=(True, False) * 2, tied=True, eos_token_id=(3, 4))
@@ -39,7 +40,7 @@ MOE = qwen3_5_moe.bind(
 MODELS = {"qwen3_5": DENSE, "qwen3_5_moe": MOE}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)])
 def test_log_probs_and_gradients_equal_transformers(moe_reference, name):
   """Over more than two chunks of the delta rule; of experts and dense."""
   model, weights, arrays = load(moe_reference, name)
@@ -62,7 +63,7 @@ def test_log_probs_and_gradients_equal_transformers(moe_reference, name):
   assert checked == sum(key.startswith("grad:") for key in arrays)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param("qwen3_5", marks=pytest.mark.slow), "qwen3_5_moe"])
 def test_packed_rows_equal_separate_ones(moe_reference, name):
   """Two samples of which one continues a stream of its own, and padding."""
   model, weights, arrays = load(moe_reference, name)
@@ -78,6 +79,7 @@ def test_packed_rows_equal_separate_ones(moe_reference, name):
   assert np.isfinite(logp).all()
 
 
+@pytest.mark.slow
 def test_a_shared_prefix_equals_its_copies():
   """Two samples continue a third that ends inside a chunk, and a chunk ends before the second."""
   weights = random_weights(DENSE, 5)
@@ -94,7 +96,8 @@ def test_a_shared_prefix_equals_its_copies():
     np.testing.assert_allclose(hidden, expected[30 : 30 + len(branch)], **TOLERANCE)
 
 
-@pytest.mark.parametrize("name", [pytest.param("qwen3_5", marks=pytest.mark.slow), "qwen3_5_moe"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_decode_equals_forward(name):
   """In chunks whose ends are padding for the shorter row; a row that begins anew forgets."""
   model = MODELS[name]
@@ -120,6 +123,7 @@ def test_decode_equals_forward(name):
   jax.tree.map(np.testing.assert_array_equal, cache, held)
 
 
+@pytest.mark.slow
 def test_replaying_the_choices_changes_nothing():
   weights = random_weights(MOE, 6)
   row = separate(np.random.default_rng(6).integers(0, 48, (2, 8)))
@@ -137,16 +141,17 @@ def test_replaying_the_choices_changes_nothing():
 
 
 def test_decays_stay_in_float32_where_the_rest_is_narrow():
-  narrow = cast(random_weights(DENSE, 7), jnp.bfloat16).linear_layers.delta
+  narrow = cast(transfer.random_weights(DENSE), jnp.bfloat16).linear_layers.delta
   assert narrow.decay_log.dtype == narrow.decay_bias.dtype == jnp.float32
   assert narrow.mixed.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "axes"),
   [
     ("qwen3_5", {"fsdp": 2, "tensor": 2, "context": 2}),
-    pytest.param("qwen3_5_moe", {"expert": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
+    ("qwen3_5_moe", {"expert": 2, "fsdp": 2, "tensor": 2}),
   ],
 )
 def test_sharded_equals_unsharded(name, axes):
@@ -207,7 +212,7 @@ def test_the_text_model_of_a_model_of_images(moe_reference, tmp_path):
 
 def test_experts_in_one_tensor_are_read_in_boxes(tmp_path):
   """As the published files hold them, with parts that are passed over."""
-  weights = random_weights(MOE, 8)
+  weights = transfer.random_weights(MOE)
   hf.save_weights(MOE, weights, tmp_path / "model")
 
   def fused(tensors):
