@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from agentrl_jax.learner.optim import decayed
 from agentrl_jax.models import hf, hybrid_decoder, moe, qwen3_5, qwen3_5_moe
 from agentrl_jax.models.checkpoint_files import TensorEntry, TensorFiles, write_tensors
 from agentrl_jax.models.model import cast, unstack
@@ -140,8 +141,11 @@ def test_replaying_the_choices_changes_nothing():
   assert changed.tolist() == [[False] * 5 + [True] * 3, [False] * 8]
 
 
-def test_decays_stay_in_float32_where_the_rest_is_narrow():
-  narrow = cast(transfer.random_weights(DENSE), jnp.bfloat16).linear_layers.delta
+def test_rates_of_decay_stay_in_float32_and_are_not_decayed_themselves():
+  weights = transfer.random_weights(DENSE)
+  masked = decayed(weights).linear_layers.delta
+  assert masked.mixed and masked.taps and not (masked.decay_log or masked.decay_bias or masked.norm)
+  narrow = cast(weights, jnp.bfloat16).linear_layers.delta
   assert narrow.decay_log.dtype == narrow.decay_bias.dtype == jnp.float32
   assert narrow.mixed.dtype == jnp.bfloat16
 
