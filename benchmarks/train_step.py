@@ -47,7 +47,7 @@ SMOKE = flags.DEFINE_bool("smoke", False, "One round, nothing written: does it r
 OUTPUT = flags.DEFINE_string("output", "benchmarks/results/train_step.json", "Where results go.")
 
 ROWS, LENGTH, PROMPT, GROUP = 32, 512, 128, 8
-SHARED_ROWS = 1  # a row holds a group
+SHARED_ROWS = 1  # a row holds half a group
 OURS = "agentrl_jax"
 CONFIG = Config(
   vocab_size=4096, embed=256, ffw=768, layers=8, heads=4, kv_heads=2, head_dim=64,

@@ -27,6 +27,9 @@ from agentrl_jax.rollout.records import Episode, Kind, Outcome, Sample, Segment,
 from agentrl_jax.types import Aux, TrajectoryBatch
 
 
+MEMBERS = 4  # of a group in one row that shares the prompt
+
+
 def episodes(batch: dict[str, np.ndarray]) -> list[list[Episode]]:
   """Groups of episodes of one turn."""
   groups: dict[int, list[Episode]] = {}
@@ -49,11 +52,11 @@ def episodes(batch: dict[str, np.ndarray]) -> list[list[Episode]]:
 
 
 def packed(batch: dict[str, np.ndarray], layout: str, micro_rows: int) -> TrajectoryBatch:
-  """A row an episode (`apart`), or one a group whose prompt lies there once (`shared`)."""
+  """A row an episode (`apart`), or one for MEMBERS of a group, the prompt laid once (`shared`)."""
   groups = episodes(batch)
   prompt, made = (batch[name].shape[1] for name in ("prompt_ids", "completion_ids"))
   # The last id of the prompt, which the first action is read from, is each episode's own.
-  together = prompt - 1 + len(groups[0]) * (made + 1)
+  together = prompt - 1 + MEMBERS * (made + 1)
   length = together if layout == "shared" else prompt + made
   found = pack(groups, row_length=length, micro_rows=micro_rows, share_prompts=layout == "shared")
   return jax.tree.map(jnp.asarray, found.batch)

@@ -41,12 +41,12 @@ def _product(x: Array, weight: Array) -> Array:
 
 
 def _product_backward(kept: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
-  """The usual gradients. Without the barrier XLA for CPU computes `grad` a second time in the
-  transposed order that the weight's product reads, element by element across memory: a third of a
-  training step.
+  """The usual gradients. Without the barrier XLA for CPU computes `grad` a second time, and copies
+  `x` out of what the layers' scan kept, in the transposed order that the weight's product reads,
+  element by element across memory: a third of a training step.
   """
   x, weight = kept
-  grad = jax.lax.optimization_barrier(grad)
+  x, grad = jax.lax.optimization_barrier((x, grad))
   leading = tuple(range(x.ndim - 1))
   return (
     jnp.einsum("...o,io->...i", grad, weight),
