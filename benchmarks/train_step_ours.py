@@ -26,7 +26,6 @@ from agentrl_jax.orchestrate.pack import pack
 from agentrl_jax.rollout.records import Episode, Kind, Outcome, Sample, Segment, Task
 from agentrl_jax.types import Aux, TrajectoryBatch
 
-
 MEMBERS = 4  # of a group in one row that shares the prompt
 
 
