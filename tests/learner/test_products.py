@@ -11,7 +11,7 @@ from agentrl_jax.learner.evaluate import make_evaluate
 from agentrl_jax.learner.products import Products
 from agentrl_jax.learner.state import abstract_state, make_state
 from agentrl_jax.learner.step import make_prepare, make_step
-from agentrl_jax.losses.recipes import grpo
+from agentrl_jax.losses.recipes import sft
 from agentrl_jax.models.precision import Fp8
 from agentrl_jax.models.sharding import make_mesh
 from agentrl_jax.types import Aux
@@ -27,10 +27,8 @@ def one_step(products, mesh, micro_rows, dtype=jnp.float32):
   state = make_state(MODEL, SGD, mesh, seed=1, products=products)
   evaluate = make_evaluate(MODEL, mesh, rows=micro_rows, dtype=dtype, products=products)
   policy = evaluate(state.weights, batch, None, state.beside)
-  rng = np.random.default_rng(0)
-  old = np.where(batch.action, -rng.uniform(0.5, 4, batch.tokens.shape), 0).astype(np.float32)
-  loss_batch = make_prepare(grpo())(batch, Aux(old_logp=old))
-  step = make_step(MODEL, SGD, grpo(), mesh, micro_rows=micro_rows, dtype=dtype, products=products)
+  loss_batch = make_prepare(sft())(batch, Aux(old_logp=np.zeros(batch.tokens.shape, np.float32)))
+  step = make_step(MODEL, SGD, sft(), mesh, micro_rows=micro_rows, dtype=dtype, products=products)
   before = jax.device_get(state.weights)
   after, metrics = jax.device_get(step(state, loss_batch))
   update = jax.tree.map(lambda a, b: a - b, after.weights, before)
@@ -73,6 +71,7 @@ def test_micro_batches_keep_the_largest_magnitude_of_the_step():
     np.testing.assert_allclose(amax.gradient[:, 0], cut[name].gradient[:, 0], rtol=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [Fp8(), Fp8(blocks=False, history=2)])
 def test_sharded_equals_one_device(how):
   one = one_step(Products(how), make_mesh(data=1), 16)

@@ -60,7 +60,9 @@ EVERYWHERE = {
 }
 
 
-@pytest.mark.parametrize("name", EVERYWHERE)
+@pytest.mark.parametrize(
+  "name", ["llama", "qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)]
+)
 def test_merged_is_adapted_and_fresh_adapters_change_nothing(name):
   """Routers and routed experts among them."""
   model, how = EVERYWHERE[name]
@@ -111,6 +113,7 @@ def test_a_step_trains_adapters_alone_on_one_device_and_on_a_mesh():
   )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_frozen_weights_may_be_bfloat16_and_products_fp8():
   how = Lora(rank=2, alpha=4.0, targets=("v_proj", "up_proj"), base_dtype="bfloat16")
   products = Products(Fp8(blocks=False, history=2), how)
