@@ -11,6 +11,9 @@ from agentrl_jax.envs import gsm8k as gsm8k_env
 from agentrl_jax.envs import ledger as ledger_env
 from agentrl_jax.envs import turn_chain as turn_chain_env
 from agentrl_jax.envs.datasets import TaskSource, store_tasks
+from agentrl_jax.envs.mechanisms import draw as mechanisms_draw
+from agentrl_jax.envs.mechanisms import environment as mechanisms_env
+from agentrl_jax.envs.mechanisms import words as mechanisms_words
 from agentrl_jax.orchestrate.experiment import Taskset
 from agentrl_jax.rollout.chat import (
   ChatRenderer,
@@ -191,6 +194,57 @@ def ledger(
     held_out=ledger_env.make_tasks("held_out", held_out_tasks),
     renderer=renderer,
     combine=ledger_env.combine,
+  )
+
+
+def mechanisms(
+  *,
+  families: Sequence[str] = ("inventory", "knapsack"),
+  presentations: Sequence[str] = ("A",),
+  train_tasks: int = 4096,
+  held_out_tasks: int = 256,
+  first_seed: int = 0,
+  seed: int = 0,
+  worded: bool = True,
+  renderer: MakeRenderer | None = None,
+) -> Taskset:
+  """Solved decision problems; no parameters are in train and held-out.
+
+  Args:
+    families: take turns from task to task.
+    presentations: F, I or A; each is that of one round of the families, in turn.
+    train_tasks: training tasks.
+    held_out_tasks: held-out tasks, from seed 0 on.
+    first_seed: of the training tasks, so that demonstrations can be of others.
+    seed: of the order of training tasks.
+    worded: told in the closed vocabulary of `envs.mechanisms.words`, else as a story with tools.
+    renderer: how the model reads a story; default `chat_template()`.
+  """
+
+  def words(directory: Path) -> Renderer:
+    return SymbolRenderer(
+      mechanisms_words.SYMBOLS,
+      end=mechanisms_words.END,
+      read=mechanisms_words.read_words,
+      write=mechanisms_words.write_words,
+      vocab_size=_vocab_size(directory),
+    )
+
+  def make(split: str, count: int, first: int) -> list[Task]:
+    each = len(families)
+    return [
+      mechanisms_draw.make_task(
+        families[i % each], presentations[i // each % len(presentations)], split, first + i
+      )
+      for i in range(count)
+    ]
+
+  return Taskset(
+    build=mechanisms_words.build if worded else mechanisms_env.build,
+    train=TaskSource(make("train", train_tasks, first_seed), seed),
+    held_out=make("held_out", held_out_tasks, 0),
+    renderer=words if worded else renderer or chat_template(),
+    combine=mechanisms_env.combine,
   )
 
 

@@ -1,0 +1,182 @@
+"""The arms: one starting policy; what it practises, and what it is rewarded for.
+
+All numbers are those of the experiment's specification unless README.md lists them as ours.
+"""
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+
+import fiddle as fdl
+from fiddle import printing
+
+from agentrl_jax.envs.mechanisms import scripted, words
+from agentrl_jax.envs.mechanisms.environment import problem_of
+from agentrl_jax.learner import optim
+from agentrl_jax.losses.advantages import group_relative, unscaled
+from agentrl_jax.losses.compose import policy_loss
+from agentrl_jax.losses.ratios import per_token
+from agentrl_jax.losses.recipes import sft
+from agentrl_jax.losses.surrogates import clip
+from agentrl_jax.losses.weights import mean_over
+from agentrl_jax.ops.scales import TOKEN
+from agentrl_jax.orchestrate import engines, supervised, tasksets, tiny
+from agentrl_jax.orchestrate.experiment import Batch, Evaluation, Experiment
+from agentrl_jax.orchestrate.supervised import Supervised
+from agentrl_jax.rollout.episode import Limits
+from agentrl_jax.rollout.records import Task
+from agentrl_jax.rollout.scripted import Policy
+from agentrl_jax.types import Algorithm
+from experiments.vhd_play.checklist import checklist
+
+BASE = "base"  # also the arm that has supervised training alone
+FAMILIES = ("inventory", "knapsack")
+ORACLES = 0.1  # share of acting demonstrations that are the oracle's, the rest is the naive rule's
+FIRST_DEMONSTRATION = 1_000_000  # seeds of demonstrations, none of which reinforcement learning sees
+ANSWER_GROUPS = 20  # so that answers make as many tokens as acting does in 8 groups
+
+
+def centred(*, low: float = 0.2, high: float = 0.28) -> Algorithm:
+  """Return minus the group's mean, not divided; no critic, no KL."""
+  return Algorithm(
+    group_relative(unscaled()), mean_over(TOKEN), policy_loss(per_token(), clip(low, high))
+  )
+
+
+def demonstrator(task: Task) -> Policy:
+  """Whole answers are optimal; who acts follows the naive rule, and the oracle's script in one
+  task of ten, by a hash of the task.
+  """
+  problem = problem_of(task)
+  key = f"{task.family}/{task.split}/{task.seed}".encode()
+  expert = int.from_bytes(hashlib.sha256(key).digest()[:4], "big") < ORACLES * 2**32
+  calls = scripted.oracle_calls if problem.presentation == "F" or expert else scripted.naive_calls
+  return words.scripted(problem, calls(problem))
+
+
+# --- arms
+# -----------------------------------------------------------------------------------------
+
+Change = Callable[[fdl.Config[Experiment]], None]
+
+
+def _mechanism(plan: fdl.Config[Experiment]) -> None:
+  del plan  # acting, for the mechanism's own reward
+
+
+def _answers(plan: fdl.Config[Experiment]) -> None:
+  plan.tasks.presentations = ("F",)
+  plan.batch.groups = plan.batch.groups * ANSWER_GROUPS // 8
+
+
+def _checklist(plan: fdl.Config[Experiment]) -> None:
+  plan.tasks = fdl.Config(checklist, plan.tasks)
+
+
+ARMS: Mapping[str, Change] = {
+  "mechanism": _mechanism,
+  "answers": _answers,
+  "checklist": _checklist,
+}
+
+
+def limits() -> fdl.Config[Limits]:
+  return fdl.Config(Limits, turn_tokens=16, context_tokens=192)
+
+
+def base(scale: str, seed: int = 0) -> fdl.Config[Supervised]:
+  """The starting policy: half answers with the optimum, half acting by the naive rule."""
+  smoke = scale == "smoke"
+  count = 128 if smoke else 16_384
+  shape = {"embed": 64, "layers": 2, "heads": 2, "kv_heads": 1, "ffw": 128} if smoke else {
+    "layers": 4
+  }  # fmt: skip
+  tasks = fdl.Config(
+    tasksets.mechanisms,
+    families=FAMILIES,
+    presentations=("F", "I", "F", "A"),
+    train_tasks=count,
+    held_out_tasks=1,
+    first_seed=FIRST_DEMONSTRATION,
+    seed=seed,
+  )
+  return fdl.Config(
+    Supervised,
+    model="",  # beside the work directory, see `run.py`
+    make_model=fdl.Config(
+      tiny.symbol_llama, words.SYMBOLS, vocab_size=128, max_position=200, seed=seed, **shape
+    ),
+    episodes=fdl.Config(
+      supervised.demonstrated, tasks=tasks, policy=demonstrator, count=count, limits=limits()
+    ),
+    algorithm=fdl.Config(sft),
+    optimizer=fdl.Config(optim.adamw, learning_rate=1e-2 if smoke else 3e-3, warmup_steps=20),
+    steps=20 if smoke else 600,
+    episodes_per_step=32 if smoke else 64,
+    row_length=256,
+    micro_rows=1,
+    seed=seed,
+  )
+
+
+def experiment(arm: str, scale: str, seed: int = 0) -> fdl.Config[Experiment]:
+  """An arm's run. Raises KeyError for an unknown arm."""
+  smoke = scale == "smoke"
+  plan = fdl.Config(
+    Experiment,
+    model="",  # the base's
+    tasks=fdl.Config(
+      tasksets.mechanisms,
+      families=FAMILIES,
+      presentations=("A",),
+      train_tasks=64 if smoke else 2048,
+      held_out_tasks=1,
+      seed=seed,
+    ),
+    algorithm=fdl.Config(centred),
+    optimizer=fdl.Config(optim.adamw, learning_rate=3e-4, b2=0.95),
+    engine=fdl.Config(engines.embedded, slots=16 if smoke else 64),
+    steps=2 if smoke else 60,
+    limits=limits(),
+    batch=fdl.Config(
+      Batch,
+      groups=2 if smoke else 8,
+      members=4 if smoke else 8,
+      row_length=256,
+      micro_rows=1,
+      least_rows=4 if smoke else 32,
+      least_turns=128 if smoke else 1024,
+      share_prompts=False,
+    ),
+    evaluation=fdl.Config(Evaluation, tasks=0),  # `run.py` measures what it needs
+    concurrency=16 if smoke else 64,
+    seed=seed,
+    checkpoint_every=2 if smoke else 20,
+  )
+  ARMS[arm](plan)
+  return plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+  """What is measured of a policy: held-out tasks in each form, and acting in an unseen family."""
+
+  tasks: int = 200
+  unseen: str = "routing"
+  nodes: int = 4
+
+
+MEASURED = {"cpu": Measured(), "smoke": Measured(tasks=8)}
+
+
+def settings(arm: str, scale: str) -> dict[str, str]:
+  """A job's whole configuration as path -> value, to be kept with its result."""
+  config = base(scale) if arm == BASE else experiment(arm, scale)
+  lines = printing.as_str_flattened(config, include_types=False).splitlines()
+  text = dict(line.split(" = ", 1) for line in lines)
+  return {
+    path.strip(): re.sub(r"<function ([\w.<>]+) at \w+>", r"\1", value)
+    for path, value in text.items()
+    if "[unset" not in value and "make_model.symbols" not in path
+  }
