@@ -32,8 +32,8 @@ from experiments.vhd_play.checklist import checklist
 
 BASE = "base"  # also the arm that has supervised training alone
 FAMILIES = ("inventory", "knapsack")
-ORACLES = 0.1  # share of acting demonstrations that are the oracle's, the rest is the naive rule's
-FIRST_DEMONSTRATION = 1_000_000  # seeds of demonstrations, none of which reinforcement learning sees
+ORACLES = 0.1  # share of acting demonstrations that are the oracle's; others are naive
+FIRST_DEMONSTRATION = 1_000_000  # seed; practice has none of the demonstrations'
 ANSWER_GROUPS = 20  # so that answers make as many tokens as acting does in 8 groups
 
 

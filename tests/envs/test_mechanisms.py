@@ -103,7 +103,7 @@ def test_inventory_by_hand():
   # Nothing for the first period: 2 unmet cost 4; then 3 are ordered, cost 6 + 1, and left for 3.
   assert solvers.naive_inventory(theta) == (-14.0, [0, 3])
   # A demand of 1 that costs more to meet (6 - 2 - 5) than not to (-2), and leaving early costs 0.
-  with pytest.raises(solvers.Unfinished, match="to the end -1.0 at best, 0.0 by stopping"):
+  with pytest.raises(solvers.Unfinished, match=r"to the end -1\.0 at best, 0\.0 by stopping"):
     solvers.inventory(theta | {"fixed": 5, "demand": [1], "forecast": [1]})
 
 
@@ -423,10 +423,10 @@ def test_transcripts_repeat_across_processes():
 def test_splits_share_no_parameters():
   """V10."""
   for family in ("inventory", "knapsack", "routing"):
-    seen = {
-      split: {json.dumps(t.params["theta"], sort_keys=True) for t in tasks(family, 150, split=split)}
-      for split in draw.SPLITS
-    }  # fmt: skip
+    seen = {}
+    for split in draw.SPLITS:
+      thetas = (t.params["theta"] for t in tasks(family, 150, split=split))
+      seen[split] = {json.dumps(theta, sort_keys=True) for theta in thetas}
     assert not seen["train"] & seen["held_out"]
 
 

@@ -1,4 +1,4 @@
-"""Parameters drawn, solved and admitted: tasks whose reward is fixed before there is an environment.
+"""Parameters drawn, solved and admitted: the reward is fixed before there is an environment.
 
 A task holds theta, the optimum and the naive utility; not the plans. Draws that fail a check are
 drawn again, and the task says how many it took.
@@ -14,7 +14,7 @@ from typing import Any
 
 from agentrl_jax.envs.mechanisms import solvers
 from agentrl_jax.envs.mechanisms.environment import PRESENTATIONS, Playing, Problem, score
-from agentrl_jax.envs.mechanisms.families import FAMILIES, Mechanism, edge, family
+from agentrl_jax.envs.mechanisms.families import FAMILIES, edge, family
 from agentrl_jax.envs.mechanisms.mechanism import Theta
 from agentrl_jax.envs.mechanisms.skins import PLACES
 from agentrl_jax.envs.mechanisms.solvers import WRONG, Solution, Unfinished, distorted

@@ -1,7 +1,7 @@
 """The six families: what a call changes and what the result is worth. No solver is used here."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from agentrl_jax.envs.mechanisms.mechanism import (
   ALREADY_DONE,
@@ -196,11 +196,11 @@ ROUTING = Mechanism(
   advertised="map",
   constants=(),
   probe_cost=0.5,
-  probe=tool(
-    "probe", "The true cost of a leg, for a fee.", i=(0, MOST_PLACES), j=(0, MOST_PLACES)
-  ),
+  probe=tool("probe", "The true cost of a leg, for a fee.", i=(0, MOST_PLACES), j=(0, MOST_PLACES)),
   place=_leg,
-  tools=(tool("move", "Goes to a node; after the last the way leads home.", node=(0, MOST_PLACES)),),
+  tools=(
+    tool("move", "Goes to a node; after the last the way leads home.", node=(0, MOST_PLACES)),
+  ),
   start=lambda theta: {"visited": (0,), "paid": 0},
   act=_move,
   over=lambda theta, state: len(state["visited"]) == theta["nodes"],
@@ -237,9 +237,7 @@ def _worth(theta: Theta, state: State) -> float:
 
 def _level_calls(theta: Theta, plan: Plan) -> list[ToolCall]:
   del theta
-  levels = [
-    ToolCall("set_level", {"variable": i, "value": x}) for i, x in enumerate(plan) if x > 0
-  ]
+  levels = [ToolCall("set_level", {"variable": i, "value": x}) for i, x in enumerate(plan) if x > 0]
   return [*levels, ToolCall("commit", {})]
 
 
@@ -253,9 +251,7 @@ LINEAR = Mechanism(
   probe=_probe("value"),
   place=lambda theta, arguments: _index(theta, arguments, of="values"),
   tools=(
-    tool(
-      "set_level", "Sets the level of a variable.", variable=(0, MOST_PLACES), value="number"
-    ),
+    tool("set_level", "Sets the level of a variable.", variable=(0, MOST_PLACES), value="number"),
     COMMIT,
   ),
   start=lambda theta: {"levels": (0.0,) * len(theta["values"]), "ended": False},
@@ -331,9 +327,7 @@ def _open(theta: Theta, state: State, call: ToolCall) -> Acted:
 def _expense(theta: Theta, state: State) -> float:
   """Minus what the open sites and the customers cost; a customer may stay outside."""
   opened: Sequence[int] = state["open"]
-  served = (
-    min([theta["outside"], *(row[site] for site in opened)]) for row in theta["service"]
-  )
+  served = (min([theta["outside"], *(row[site] for site in opened)]) for row in theta["service"])
   return -float(sum(theta["opening"][site] for site in opened) + sum(served))
 
 

@@ -96,5 +96,7 @@ def _schema(kind: str | tuple[int, int]) -> dict[str, Any]:
 
 STATUS = tool("status", "Where things stand.")
 LIST_ITEMS = tool("list_items", "What was told at the beginning, again.")
-ANSWER = tool("answer", "The whole plan at once; it is carried out and ends the task.", plan="array")
+ANSWER = tool(
+  "answer", "The whole plan at once; it is carried out and ends the task.", plan="array"
+)
 COMMIT = tool("commit", "Ends the task as it stands.")

@@ -11,7 +11,6 @@ from agentrl_jax.rollout.records import Task
 from agentrl_jax.rollout.scripted import Policy
 
 
-
 def oracle_calls(problem: Problem) -> list[ToolCall]:
   """The best plan, in A after probing everything that is hidden."""
   probes = probe_calls(problem) if problem.presentation == "A" else []

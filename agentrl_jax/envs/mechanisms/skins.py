@@ -59,7 +59,5 @@ def story(mechanism: Mechanism, theta: Theta, presented: Presented) -> str:
   m, presentation = mechanism, presented.presentation
   shown = m.shown(theta, presentation)
   numbers = "\n".join(f"{name}: {shown[name]}" for name in shown)
-  ending = ENDINGS[presentation].format(
-    advertised=m.advertised, hidden=m.hidden, fee=m.probe_cost
-  )
+  ending = ENDINGS[presentation].format(advertised=m.advertised, hidden=m.hidden, fee=m.probe_cost)
   return f"You run {PLACES[presented.skin]}. {RULES[m.name]}\n{numbers}\n{ending}"

@@ -1,4 +1,4 @@
-"""The same environments in a closed vocabulary of words, for models that were never taught language.
+"""The same environments in a closed vocabulary, for models that were never taught language.
 
 Every family has the same five verbs: what it acts with is `DO` and `NEXT`. Fields come in the order
 of theta, between bars; a word is a whole number, a verb or a code, so families whose numbers have
