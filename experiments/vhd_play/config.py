@@ -20,6 +20,7 @@ from agentrl_jax.losses.ratios import per_token
 from agentrl_jax.losses.recipes import sft
 from agentrl_jax.losses.surrogates import clip
 from agentrl_jax.losses.weights import mean_over
+from agentrl_jax.models import remat
 from agentrl_jax.ops.scales import TOKEN
 from agentrl_jax.orchestrate import engines, supervised, tasksets, tiny
 from agentrl_jax.orchestrate.experiment import Batch, Evaluation, Experiment
@@ -28,6 +29,8 @@ from agentrl_jax.rollout.episode import Limits
 from agentrl_jax.rollout.records import Task
 from agentrl_jax.rollout.scripted import Policy
 from agentrl_jax.types import Algorithm
+from configs.engines import use_fp8, use_sglang
+from configs.pods import models
 from experiments.vhd_play.checklist import checklist
 
 BASE = "base"  # also the arm that has supervised training alone
@@ -168,6 +171,47 @@ class Measured:
 
 
 MEASURED = {"cpu": Measured(), "smoke": Measured(tasks=8)}
+
+
+# --- full scale
+# -----------------------------------------------------------------------------------
+
+
+def pod() -> fdl.Config[Experiment]:
+  """Qwen3-30B-A3B on 128 devices, FP8 rollouts from SGLang: `--topology=h200:128`.
+
+  64 tasks x 18 rollouts, contexts of 65,536 tokens, at most 1,000 turns, learning rate 2e-6.
+  """
+  plan = fdl.Config(
+    Experiment,
+    model="models/qwen3-30b-a3b",
+    architecture=fdl.Config(models.qwen3_30b_a3b),
+    tasks=fdl.Config(
+      tasksets.mechanisms,
+      families=("inventory", "routing", "facility"),
+      presentations=("A",),
+      train_tasks=2200,
+      held_out_tasks=300,
+      worded=False,
+    ),
+    algorithm=fdl.Config(centred),
+    optimizer=fdl.Config(optim.adamw, learning_rate=2e-6),
+    engine=fdl.Config(engines.embedded),
+    steps=34,
+    limits=fdl.Config(
+      Limits, turn_tokens=16_384, context_tokens=65_535, turns=1000, seconds=7200.0
+    ),
+    batch=fdl.Config(Batch, groups=64, members=18, row_length=65_536, micro_rows=1),
+    evaluation=fdl.Config(Evaluation, tasks=300, samples=1, every=17),
+    mesh={"data": 4, "fsdp": 8, "expert": 4},
+    dtype="bfloat16",
+    remat=remat.save_nothing,
+    max_mismatch=0.5,
+    concurrency=512,
+  )
+  use_sglang(plan)
+  use_fp8(plan)
+  return plan
 
 
 def settings(arm: str, scale: str) -> dict[str, str]:
