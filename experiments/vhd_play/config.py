@@ -55,7 +55,7 @@ def demonstrator(task: Task) -> Policy:
   key = f"{task.family}/{task.split}/{task.seed}".encode()
   expert = int.from_bytes(hashlib.sha256(key).digest()[:4], "big") < ORACLES * 2**32
   calls = scripted.oracle_calls if problem.presentation == "F" or expert else scripted.naive_calls
-  return words.scripted(problem, calls(problem))
+  return scripted.in_words(problem, calls(problem))
 
 
 # --- arms

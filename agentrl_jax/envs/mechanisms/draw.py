@@ -141,8 +141,8 @@ def refused(solved: Solved) -> str | None:
   """Why parameters are not admitted, None where they are.
 
   Spread and band first: the best plan must beat the naive one by `SPREAD`, and the naive one must
-  not lie below doing nothing by more than the difference. Then both plans are replayed through the
-  tools: they must reach an end, and the best one its utility.
+  not lie below doing nothing by more than it is beaten. Then both plans are replayed through the
+  tools: they must reach an end, and their utilities.
   """
   mechanism, theta = family(solved.family), solved.theta
   best, naive = solved.best.utility, solved.naive.utility

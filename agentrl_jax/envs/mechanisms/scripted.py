@@ -3,11 +3,10 @@
 import random
 from collections.abc import Sequence
 
-from agentrl_jax.envs.mechanisms import solvers
-from agentrl_jax.envs.mechanisms.environment import Problem, problem_of
+from agentrl_jax.envs.mechanisms import solvers, words
+from agentrl_jax.envs.mechanisms.environment import Problem
 from agentrl_jax.envs.mechanisms.mechanism import ANSWER, STATUS, Plan
 from agentrl_jax.rollout.environment import Action, Message, Tool, ToolCall
-from agentrl_jax.rollout.records import Task
 from agentrl_jax.rollout.scripted import Policy
 
 
@@ -76,9 +75,6 @@ def in_order(calls: Sequence[ToolCall]) -> Policy:
   return act
 
 
-def oracle(task: Task) -> Policy:
-  return in_order(oracle_calls(problem_of(task)))
-
-
-def naive(task: Task) -> Policy:
-  return in_order(naive_calls(problem_of(task)))
+def in_words(problem: Problem, calls: Sequence[ToolCall]) -> Policy:
+  """The same in the closed vocabulary: calls by their verbs."""
+  return in_order([words.by_verb(problem, call) for call in calls])

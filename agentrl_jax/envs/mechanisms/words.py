@@ -14,7 +14,6 @@ from agentrl_jax.envs.mechanisms import environment
 from agentrl_jax.envs.mechanisms.environment import PRESENTATIONS, Problem, problem_of
 from agentrl_jax.envs.mechanisms.families import FAMILIES
 from agentrl_jax.envs.mechanisms.mechanism import ANSWER, ERRORS, LIST_ITEMS, STATUS, Facts
-from agentrl_jax.envs.mechanisms.scripted import in_order
 from agentrl_jax.rollout.environment import (
   Action,
   Env,
@@ -25,7 +24,6 @@ from agentrl_jax.rollout.environment import (
   ToolCall,
 )
 from agentrl_jax.rollout.records import Task
-from agentrl_jax.rollout.scripted import Policy
 
 END = "<|end|>"
 NUMBERS = 100
@@ -142,8 +140,3 @@ async def build(task: Task) -> Opening:
   content = f"{m.name.upper()} FORM-{problem.presentation} | {shown} ?"
   env = Worded(opening.env, problem)
   return dataclasses.replace(opening, env=env, messages=[Message("user", content)])
-
-
-def scripted(problem: Problem, calls: Sequence[ToolCall]) -> Policy:
-  """A policy of the family's own calls, one a turn, made by verb."""
-  return in_order([by_verb(problem, call) for call in calls])
