@@ -21,6 +21,7 @@ setup(
     "orbax-checkpoint>=0.12.8",
     "chex>=0.1.92",
     "numpy>=2.4",
+    "scipy>=1.17",  # linear programmes and distributions; jax needs it as well
     "jaxtyping>=0.3.11",
     # Data and configuration.
     "tensorflow-datasets>=4.9.10",  # array_record files; TensorFlow itself is never imported
