@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import numpy as np
 import pytest
 
 from agentrl_jax.envs.mechanisms import draw, scripted, words
@@ -12,6 +13,7 @@ from experiments.vhd_play import checklist, config, table
 from experiments.vhd_play.failures import Played
 from experiments.vhd_play.run import held_out, scripts
 from tests.experiments.commands import command
+from tests.reference import batches
 
 
 @pytest.mark.slow  # as those of the other papers but one
@@ -77,6 +79,25 @@ def test_the_checklist_by_hand():
   assert asyncio.run(play(scripted.naive_calls)) == (pytest.approx(2 / 3), 0.0)
   listed, earned = asyncio.run(play(scripted.oracle_calls))
   assert listed == 1.0 and earned > 0
+
+
+@pytest.mark.parametrize("rewards", [(0.2, 0.5, 0.8), (0.3, 0.3, 0.3)])
+def test_the_credit_is_centred_linear_and_nothing_among_equals(rewards):
+  """V11, by hand: reward minus (.2 + .5 + .8) / 3; half the rewards give half of it."""
+
+  def credit(rewards):
+    group = [batches.by_hand([-1, 0, 0], [reward]) for reward in rewards]
+    made = batches.lay_out(group)
+    algorithm = config.centred()
+    return np.asarray(algorithm.advantage(made.batch, made.aux).advantage)[:3, 1]
+
+  mean = sum(rewards) / 3
+  found = credit(rewards)
+  np.testing.assert_allclose(found, np.subtract(rewards, mean), atol=1e-6)
+  np.testing.assert_allclose(credit(np.divide(rewards, 2)), found / 2, atol=1e-6)
+  assert abs(found.sum()) < 1e-6
+  if len(set(rewards)) == 1:
+    assert not found.any()
 
 
 def test_scripts_of_the_tasks_that_are_measured():
