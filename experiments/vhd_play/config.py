@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 
 import fiddle as fdl
+import optax
 from fiddle import printing
 
 from agentrl_jax.envs.mechanisms import scripted, words
@@ -44,6 +45,25 @@ def centred(*, low: float = 0.2, high: float = 0.28) -> Algorithm:
   """Return minus the group's mean, not divided; no critic, no KL."""
   return Algorithm(
     group_relative(unscaled()), mean_over(TOKEN), policy_loss(per_token(), clip(low, high))
+  )
+
+
+def cooled(
+  *, rate: float = 3e-3, warmup: int = 20, hold: int = 600, steps: int = 1200, last: float = 1e-4
+) -> optax.GradientTransformation:
+  """Adam whose rate rises in `warmup` steps, holds until step `hold` and falls linearly to `last`."""
+  schedule = optax.join_schedules(
+    [
+      optax.linear_schedule(rate / warmup, rate, warmup - 1),
+      optax.linear_schedule(rate, last, steps - hold),
+    ],
+    [hold],
+  )
+  return optax.chain(
+    optax.clip_by_global_norm(1.0),
+    optax.scale_by_adam(),
+    optax.identity(),
+    optax.scale_by_learning_rate(schedule),
   )
 
 
@@ -114,8 +134,8 @@ def base(scale: str, seed: int = 0) -> fdl.Config[Supervised]:
       supervised.demonstrated, tasks=tasks, policy=demonstrator, count=count, limits=limits()
     ),
     algorithm=fdl.Config(sft),
-    optimizer=fdl.Config(optim.adamw, learning_rate=1e-2 if smoke else 3e-3, warmup_steps=20),
-    steps=20 if smoke else 600,
+    optimizer=fdl.Config(cooled, **({"rate": 1e-2, "hold": 10, "steps": 20} if smoke else {})),
+    steps=20 if smoke else 1200,
     episodes_per_step=32 if smoke else 64,
     row_length=256,
     micro_rows=1,
