@@ -51,7 +51,7 @@ def centred(*, low: float = 0.2, high: float = 0.28) -> Algorithm:
 def cooled(
   *, rate: float = 3e-3, warmup: int = 20, hold: int = 600, steps: int = 1200, last: float = 1e-4
 ) -> optax.GradientTransformation:
-  """Adam whose rate rises in `warmup` steps, holds until step `hold` and falls linearly to `last`."""
+  """Adam whose rate rises in `warmup` steps, holds until `hold`, then falls linearly to `last`."""
   schedule = optax.join_schedules(
     [
       optax.linear_schedule(rate / warmup, rate, warmup - 1),
