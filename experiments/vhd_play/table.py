@@ -142,9 +142,11 @@ def _arms(results: Results) -> str:
       for number in ("probes", "calls", "ended"):
         line.append(report.plus_minus([row[number] for row in found.values()], digits=2))
       lines.append([*line, UNKNOWN.value])
-  first = next(iter(report.by_seed(results, BASE).values()), None)  # tasks are those of each seed
-  for script in ("oracle", "naive") if first else ():
-    values = [f"{first['scripts'][form][script]:.3f}" for form in (*FORMS, UNSEEN)]
+  bases = list(report.by_seed(results, BASE, "scripts").values())[
+    :1
+  ]  # tasks are those of each seed
+  for script in ("oracle", "naive") if bases else ():
+    values = [f"{bases[0][form][script]:.3f}" for form in (*FORMS, UNSEEN)]
     lines.append([f"script: {script}", "-", *values, *["-"] * 4])
   return report.markdown([*head, "published"], lines) if lines else ""
 

@@ -7,7 +7,7 @@ a replay through the tools checks both.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ class Solution(NamedTuple):
   """A plan and its utility, probes not counted."""
 
   utility: float
-  plan: list[float]
+  plan: Sequence[float]
 
 
 class Unfinished(ValueError):
@@ -135,7 +135,9 @@ def _matrix(nodes: int, legs: list[float]) -> np.ndarray:
 def routing(theta: Theta) -> Solution:
   """Held and Karp (1962): the cheapest way through each set of nodes to each of its last nodes."""
   nodes, cost = theta["nodes"], _matrix(theta["nodes"], theta["costs"])
-  ways = {(1 << j, j): (cost[0, j], (j,)) for j in range(1, nodes)}
+  ways: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {
+    (1 << j, j): (cost[0, j], (j,)) for j in range(1, nodes)
+  }
   for size in range(2, nodes):
     for chosen in itertools.combinations(range(1, nodes), size):
       mask = sum(1 << j for j in chosen)
