@@ -62,7 +62,6 @@ def cooled(
   return optax.chain(
     optax.clip_by_global_norm(1.0),
     optax.scale_by_adam(),
-    optax.identity(),
     optax.scale_by_learning_rate(schedule),
   )
 
