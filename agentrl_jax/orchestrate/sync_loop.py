@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from agentrl_jax.losses.checks import some_group_of_two
+from agentrl_jax.losses.readiness import ClipController
 from agentrl_jax.losses.values import explained_variance
 from agentrl_jax.ops.stats import add_metrics
 from agentrl_jax.orchestrate import hosts
@@ -83,7 +84,7 @@ async def take_step(run: Run) -> None:
   synchronise(run.state)
   if "value_target_square" in metrics:
     run.explained = max(run.explained, explained_variance(metrics))
-  run.clip = None if run.clip is None else run.clip.after_step(entropy)
+  run.clip = moved_clip(run.clip, entropy, metrics)
   clock.lap("update")
 
   advantage = hosts.whole(loss_batch.credit.advantage)
@@ -102,6 +103,20 @@ async def take_step(run: Run) -> None:
   # Last, so that whatever a checkpoint's steps wrote is there when it is.
   if run.step % experiment.checkpoint_every == 0 or run.step == experiment.steps:
     run.save()
+
+
+def moved_clip(
+  clip: ClipController | None, entropy: float, metrics: Metrics
+) -> ClipController | None:
+  """The controller after a step of this entropy (nats). Raises ValueError if no loss read it."""
+  if clip is None:
+    return None
+  if "clip_high" not in metrics:
+    raise ValueError(
+      "clip is set, but the algorithm has no clip that it could move: build its surrogate with "
+      "losses.compose.with_clip_high, as recipes.ac2 does, or leave clip at None"
+    )
+  return clip.after_step(entropy)
 
 
 class Rollout(NamedTuple):

@@ -9,9 +9,10 @@ import pytest
 
 import configs
 from agentrl_jax.losses import recipes
+from agentrl_jax.losses.readiness import ClipController
 from agentrl_jax.orchestrate.experiment import Batch, Evaluation, Experiment
 from agentrl_jax.orchestrate.supervised import Supervised, trainable
-from agentrl_jax.orchestrate.sync_loop import due
+from agentrl_jax.orchestrate.sync_loop import due, moved_clip
 from agentrl_jax.rollout.episode import Limits
 from agentrl_jax.rollout.records import Outcome
 from tests.reference.episodes import VOCAB, episode
@@ -100,3 +101,12 @@ def test_what_supervised_training_takes():
     trainable([faulted], VOCAB)
   with pytest.raises(ValueError, match=f"episode 0/0 is of a vocabulary of {VOCAB}, .* has 7"):
     trainable([good], 7)
+
+
+def test_a_controlled_clip_needs_a_loss_that_reads_it():
+  clip = ClipController(offset=0.0, target=1.0)
+  assert moved_clip(None, 0.5, {}) is None
+  with pytest.raises(ValueError, match="clip is set, but the algorithm has no clip that it could"):
+    moved_clip(clip, 0.5, {})
+  moved = moved_clip(clip, 0.5, {"clip_high": None})  # pyright: ignore
+  assert moved is not None and moved.offset == clip.step
