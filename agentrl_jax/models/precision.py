@@ -280,7 +280,7 @@ def _backward(how: Fp8, saved: tuple[Any, ...], grad: Array) -> tuple[Array, Arr
     coded, now = _whole(rows, how.gradient, None if amax is None else amax.gradient)
     onto_x = _scaled_product(coded, held.T, grad.dtype)
     of_weight = _scaled_product(kept, coded, grad.dtype)
-    amax = None if amax is None else _newest(amax, *seen, now)
+    amax = None if amax is None else _newest(amax, seen[0], seen[1], now)
   return onto_x.reshape(*grad.shape[:-1], -1), of_weight, amax
 
 
