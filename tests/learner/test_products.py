@@ -66,9 +66,12 @@ def test_micro_batches_keep_the_largest_magnitude_of_the_step():
   for name, amax in once.items():
     assert amax.x.shape == (2, 2) and (amax.x[:, 1] == 0).all()
     np.testing.assert_array_equal(amax.weight, cut[name].weight)
-    # The first step of a history scales by each block's own magnitude.
-    np.testing.assert_allclose(amax.x[:, 0], cut[name].x[:, 0], rtol=0.1)
-    np.testing.assert_allclose(amax.gradient[:, 0], cut[name].gradient[:, 0], rtol=0.2)
+    # Other roundings move single numbers; a sum over the four would be several times as large.
+    np.testing.assert_allclose(amax.x[:, 0], cut[name].x[:, 0], rtol=0.3)
+    np.testing.assert_allclose(amax.gradient[:, 0], cut[name].gradient[:, 0], rtol=0.5)
+  for name in ("query", "key", "value"):  # of the first layer no product came before
+    first = [made[f"layers.attention.{name}"].x[0, 0] for made in (once, cut)]
+    assert first[0] == first[1]
 
 
 @pytest.mark.slow
