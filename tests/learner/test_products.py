@@ -55,6 +55,7 @@ def test_a_step_in_fp8_is_a_float32_step_but_for_rounding():
     assert metrics["skipped"].total == 0
 
 
+@pytest.mark.slow
 def test_micro_batches_keep_the_largest_magnitude_of_the_step():
   delayed = Products(Fp8(blocks=False, history=2))
   once = one_step(delayed, make_mesh(data=1), 16)[3].beside.history

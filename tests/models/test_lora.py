@@ -61,7 +61,8 @@ EVERYWHERE = {
 
 
 @pytest.mark.parametrize(
-  "name", ["llama", "qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)]
+  "name",
+  ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_moe", "deepseek_v3"))],
 )
 def test_merged_is_adapted_and_fresh_adapters_change_nothing(name):
   """Routers and routed experts among them."""

@@ -42,6 +42,7 @@ def run(workdir, *arguments, **options):
     asyncio.run(train(experiment(*arguments, **options), workdir, progress))
 
 
+@pytest.mark.slow
 def test_a_run_of_adapters_goes_on_and_leaves_both_forms(tmp_path):
   model, tasks, workdir = tmp_path / "model", tmp_path / "tasks", tmp_path / "run"
   model.mkdir()
@@ -54,7 +55,7 @@ def test_a_run_of_adapters_goes_on_and_leaves_both_forms(tmp_path):
   rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
   assert [row["step"] for row in rows] == [0, 1]
   # Delayed scales: what a second start would lose, were they no part of the checkpoint.
-  assert all(row["skipped"] == 0 and row["mismatch_max"] < 2 for row in rows)
+  assert all(row["skipped"] == 0 and row["mismatch_max"] < 4 for row in rows)
 
   adapters = load_file(workdir / "adapter" / lora.TENSORS)
   assert adapters.keys() == first.keys() and len(adapters) == 4
