@@ -14,12 +14,14 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from agentrl_jax.ops.quantize import OCP, finite, quantize
 
 Carry = tuple[Array, Array, Array]  # running sums of a loop over blocks
 
+MIXED = "mixed"  # what `remat.save_attention` keeps of attention in blocks
 _PLAIN_LENGTH = 256  # up to here the whole [T T] score matrix is smaller than the blocks' overhead
 # Queries and keys a block. A large one reads and writes less memory for its products, a small one
 # stays in a CPU's cache and skips more of what is masked.
@@ -415,6 +417,7 @@ def _blockwise_forward(
     return (mixed / safe).astype(query.dtype), log_total[..., 0]
 
   mixed, log_total = jax.lax.map(row_block, jnp.arange(query.shape[0]))
+  mixed, log_total = (checkpoint_name(x, MIXED) for x in (mixed, log_total))
   return mixed, (query, key, value, seen, columns, mixed, log_total)
 
 

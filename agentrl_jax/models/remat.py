@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from agentrl_jax.models.attention import MIXED
 from agentrl_jax.models.sharding import BATCH
 
 Layer = Callable[..., tuple[jax.Array, Any]]  # (x [B T D], one layer's weights) -> (x, kept)
@@ -24,6 +25,14 @@ def save_nothing(layer: Layer) -> Layer:
   et al. 2016): about a third more work, least memory.
   """
   return jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable)
+
+
+def save_attention(layer: Layer) -> Layer:
+  """As `save_nothing`, but attention over blocks, whose scores no device has memory to keep, is not
+  computed again: what it mixed is kept, for each layer as much as its queries.
+  """
+  policy = jax.checkpoint_policies.save_only_these_names(MIXED)
+  return jax.checkpoint(layer, policy=policy)
 
 
 def save_products(layer: Layer) -> Layer:

@@ -16,7 +16,12 @@ from agentrl_jax.rollout.episode import Limits
 
 
 def pod(
-  architecture: Callable[[], Model], directory: str, mesh: Mapping[str, int], *, slots: int
+  architecture: Callable[[], Model],
+  directory: str,
+  mesh: Mapping[str, int],
+  *,
+  slots: int,
+  keep: remat.Remat = remat.save_nothing,
 ) -> fdl.Config[Experiment]:
   """GRPO on GSM8K, 32 groups of 8 episodes a step.
 
@@ -25,6 +30,7 @@ def pod(
     directory: of the model.
     mesh: sizes of the mesh axes.
     slots: rows of the sampler.
+    keep: what of each layer the backward pass finds, see `models.remat`.
   """
   return fdl.Config(
     Experiment,
@@ -40,7 +46,7 @@ def pod(
     evaluation=fdl.Config(Evaluation, tasks=256, samples=4, every=20),
     mesh=dict(mesh),
     dtype="bfloat16",
-    remat=remat.save_nothing,
+    remat=keep,
     max_mismatch=0.5,
     concurrency=slots,
   )

@@ -8,6 +8,7 @@ Download the model to `models/` first, and give `tasks` the problems that it sha
 
 import fiddle as fdl
 
+from agentrl_jax.models import remat
 from agentrl_jax.orchestrate.experiment import Experiment
 from configs.pods import models
 from configs.pods.grpo import pod
@@ -20,7 +21,8 @@ def qwen3_4b_v5e_16() -> fdl.Config[Experiment]:
 
 def qwen3_4b_h200_8() -> fdl.Config[Experiment]:
   """`--topology=h200:8`"""
-  return pod(models.qwen3_4b, "models/qwen3-4b", {"fsdp": 8}, slots=256)
+  mesh = {"fsdp": 8}
+  return pod(models.qwen3_4b, "models/qwen3-4b", mesh, slots=256, keep=remat.save_attention)
 
 
 def qwen3_14b_v5p_8() -> fdl.Config[Experiment]:

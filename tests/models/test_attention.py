@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from agentrl_jax.models import attention
+from agentrl_jax.models import attention, remat
 
 ROWS, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 13, 4, 2, 3
 
@@ -231,6 +231,28 @@ def test_memory_of_the_blockwise_form_is_linear_in_length():
     return compiled.memory_analysis().temp_size_in_bytes
 
   assert temporary(4096) <= 2.2 * temporary(2048)
+
+
+def test_what_remat_keeps_of_attention_is_not_computed_again():
+  query, _, _, weight = arrays(5)
+  sample = jnp.zeros((ROWS, LENGTH), jnp.int32)
+
+  def made(keep):
+    def layer(x, _):
+      return blockwise(x, x, x, sample), None
+
+    def loss(x):
+      return jnp.sum(keep(layer)(x, None)[0] * weight)
+
+    gradient = jax.grad(loss)
+    loops = jax.jit(gradient).lower(query).as_text().count("stablehlo.while")
+    return loops, jax.jit(gradient)(query)
+
+  (everything, expected), (nothing, _), (attention_only, found) = map(
+    made, (remat.save_everything, remat.save_nothing, remat.save_attention)
+  )
+  assert attention_only == everything < nothing
+  np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_values_may_be_narrower_than_queries_and_keys():
