@@ -74,7 +74,7 @@ def test_random_operands_too_to_the_order_of_summation():
   np.testing.assert_allclose(np.asarray(made), by_loop(left, right, 128), rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("how", [Fp8(), E4M3, DELAYED])
+@pytest.mark.parametrize("how", [Fp8(), pytest.param(E4M3, marks=pytest.mark.slow), DELAYED])
 def test_gradients_are_those_of_float32_but_for_rounding(how):
   """Each is exactly the product of the rounded operands, and rounding moves a product of normal
   numbers by its two operands' relative errors: 0.027 of e4m3, 0.053 of e5m2.
@@ -113,7 +113,12 @@ def test_gradients_are_those_of_float32_but_for_rounding(how):
 
 
 @pytest.mark.parametrize(
-  ("how", "dtype"), [(Fp8(), jnp.float32), (Fp8(), jnp.bfloat16), (DELAYED, jnp.bfloat16)]
+  ("how", "dtype"),
+  [
+    (Fp8(), jnp.float32),
+    pytest.param(Fp8(), jnp.bfloat16, marks=pytest.mark.slow),
+    (DELAYED, jnp.bfloat16),
+  ],
 )
 def test_what_is_too_large_saturates(how, dtype):
   """In the operands, in the product, and in what comes back; an infinity is the largest number."""
