@@ -27,7 +27,15 @@ def make_forward(
   remat: Remat = save_everything,
   products: Products = AS_MODEL,
 ) -> Forward:
-  """The forward pass of weights that `products.ready` made; `remat` as in `models.remat`."""
+  """The forward pass of weights that `products.ready` made; `remat` as in `models.remat`.
+
+  Raises ValueError for a family with a recurrent state on a mesh that cuts rows.
+  """
+  if mesh.shape["context"] > 1 and model.functions.whole_prefixes:
+    raise ValueError(
+      f"mesh.context is {mesh.shape['context']}, expected 1: {model.family} carries a state along "
+      "each row, which is not computed in parts"
+    )
   layered = over_batch(mesh, remat)
   routed = model.functions.forward_routed is not None
   # Not every family has layers to transform.
