@@ -40,6 +40,7 @@ def peak(length: int, context: int) -> dict[str, Any]:
   config.limits.context_tokens = length - 1
   experiment = fdl.build(config)
   mesh = sharding.make_mesh(devices=chips.devices(topology), **experiment.mesh)
+  assert experiment.architecture is not None
   run = programs.trace_run(experiment, experiment.architecture, mesh, None)
   step = next(traced for traced in run.programs if traced.name == "step")
   line: dict[str, Any] = {"length": length, "context": context}

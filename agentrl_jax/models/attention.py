@@ -457,8 +457,9 @@ def _blockwise_backward(
       )
 
     start = jnp.zeros(queries_turned.shape, jnp.float32), *carry
-    query_grad, *carry = jax.lax.fori_loop(0, columns.count(row), column_block, start)
-    return tuple(carry), jnp.einsum("bkhgt->bkgth", query_grad).astype(query.dtype)
+    query_grad, of_keys, of_values = jax.lax.fori_loop(0, columns.count(row), column_block, start)
+    turned_back = jnp.einsum("bkhgt->bkgth", query_grad).astype(query.dtype)
+    return (of_keys, of_values), turned_back
 
   zeros = jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
   (key_grad, value_grad), query_grad = jax.lax.scan(row_block, zeros, jnp.arange(query.shape[0]))

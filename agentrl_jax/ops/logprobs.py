@@ -63,7 +63,8 @@ def token_logprobs(
   parts = _parts(spread)
   if chunk is None:
     unit = MIN_COLUMNS * parts.columns
-    platform = "cpu" if spread is None else spread.mesh.devices.flat[0].platform
+    devices = None if spread is None else spread.mesh.devices
+    platform = "cpu" if devices is None else devices.flat[0].platform
     alive = CHUNK_ELEMENTS.get(platform, CHUNK_ELEMENTS_OF_ACCELERATORS)
     chunk = alive * parts.rows * parts.columns // (rows * unembedding.shape[1])
     chunk = max(unit, chunk - chunk % unit)
