@@ -23,14 +23,13 @@ def packed():
 
 
 @pytest.mark.parametrize(
-  ("sizes", "heads", "kv_heads"),
+  ("sizes", "heads", "kv_heads", "windowed"),
   [
-    ({"context": 8}, 8, 2),  # each key-value head on four devices
-    ({"context": 2, "tensor": 2, "fsdp": 2}, 4, 4),
-    ({"context": 4, "data": 2}, 12, 3),  # no multiple of the axis before copies are made
+    ({"context": 8}, 8, 2, True),  # each key-value head on four devices
+    ({"context": 2, "tensor": 2, "fsdp": 2}, 4, 4, False),
+    ({"context": 4, "data": 2}, 12, 3, False),  # copies, before they are a multiple of the axis
   ],
 )
-@pytest.mark.parametrize("windowed", [False, True])
 def test_context_parallel_attention_is_attention(sizes, heads, kv_heads, windowed):
   mesh = make_mesh(**sizes)
   rng = np.random.default_rng(0)
