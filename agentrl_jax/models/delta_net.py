@@ -141,7 +141,7 @@ def remember_cache(
 
 def _heads(
   config: Any, channels: Float[Array, "B T C"], log_decay: Array, strength: Array
-) -> tuple[Array, ...]:
+) -> tuple[Array, Array, Array, Array, Array]:
   """The first five arguments of `delta_rule`, from convolved channels."""
   keys = config.key_heads * config.key_dim
   query, key, value = jnp.split(jax.nn.silu(channels), [keys, 2 * keys], axis=-1)

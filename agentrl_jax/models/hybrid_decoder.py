@@ -130,7 +130,8 @@ def _attention_specs(config: Config, depth: int) -> layers.Attention:
   sizes = config.heads, config.kv_heads, config.head_dim
   specs = layers.Attention.abstract(depth, config.embed, *sizes, norm=layers.zeros)
   both = (depth, config.embed, config.heads * 2 * config.head_dim)
-  return specs.replace(query=param(both, ("layers", "embed", "heads"), layers.scaled_normal))
+  query = param(both, ("layers", "embed", "heads"), layers.scaled_normal)
+  return dataclasses.replace(specs, query=query)
 
 
 def units(config: Config) -> Mapping[str, int]:
@@ -359,8 +360,10 @@ def rules(config: Config) -> tuple[Rule, ...]:
 
 
 def _moe_rules() -> dict[str, tuple[str, ...]]:
-  routed = {"mlp.gate.weight": ("moe", "router")}
-  routed |= {"mlp.shared_expert_gate.weight": ("moe", "shared_gate")}
+  routed: dict[str, tuple[str, ...]] = {
+    "mlp.gate.weight": ("moe", "router"),
+    "mlp.shared_expert_gate.weight": ("moe", "shared_gate"),
+  }
   for theirs, ours in _MATRICES.items():
     routed[f"mlp.experts.{{expert}}.{theirs}.weight"] = ("moe", "experts", ours)
     routed[f"mlp.shared_expert.{theirs}.weight"] = ("moe", "shared", ours)
