@@ -175,11 +175,12 @@ def test_sharded_equals_unsharded(name, axes):
   rows = tuple(jax.device_put(x, batch_sharding(mesh)) for x in row)
   experts = {"experts": moe.sharded_experts(mesh)} if name == "qwen3_5_moe" else {}
   found = grad(attend_rows=context.attend_on(mesh), **experts)
-  # Sums along the delta rule's chunks, in another order.
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=5e-5),
-    found(placed, rows), expected,
-  )  # fmt: skip
+
+  def same(a, b):  # to the largest entry; the delta rule's sums in another order
+    scale = np.abs(b).max() or 1.0
+    np.testing.assert_allclose(a / scale, b / scale, atol=5e-5)
+
+  jax.tree.map(same, found(placed, rows), expected)
 
 
 def test_rows_are_not_cut_over_a_context_axis():
