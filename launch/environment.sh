@@ -147,7 +147,7 @@ if [[ -n $extra ]]; then
 fi
 step="importing jax and this package"
 # Bytecode of the packages is kept even where PYTHONDONTWRITEBYTECODE is set: else every process compiles them anew.
-(cd / && env -u PYTHONDONTWRITEBYTECODE "$dir/bin/python" -c 'import jax, agentrl_jax.orchestrate.sync_loop')
+(cd / && unset PYTHONDONTWRITEBYTECODE && "$dir/bin/python" -c 'import jax, agentrl_jax.orchestrate.sync_loop')
 rm -f -- "$building"
 printf '%s\n' "$identity" >"$stamp"
 finished=yes

@@ -1,8 +1,11 @@
 """Strict mode for every test: 8 CPU devices, no silent promotion, no NaN; set before jax loads."""
 
+import atexit
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from typing import Any
 
 if "jax" in sys.modules:
@@ -15,6 +18,12 @@ FLAGS = (
   "--xla_llvm_disable_expensive_passes=true",
 )
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
+
+# Programs that several tests compile are compiled once, for all workers of this run.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+  os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="agentrl-tests-")
+  os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+  atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

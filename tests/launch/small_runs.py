@@ -12,6 +12,7 @@ import time
 
 import fiddle as fdl
 
+from agentrl_jax.learner import checkpoint
 from agentrl_jax.orchestrate import tiny
 from configs import tiny_rl, tiny_sft
 
@@ -60,6 +61,16 @@ def wait_for_steps(process: subprocess.Popen, workdir: pathlib.Path, steps: int)
     assert process.poll() is None, process.communicate()[0][-3000:]
     assert time.monotonic() < deadline, f"no {steps} steps within 240 s"
     time.sleep(0.02)
+
+
+def wait_for_checkpoint(process: subprocess.Popen, workdir: pathlib.Path) -> int:
+  """Until the run has a complete one; after how many steps it is."""
+  deadline = time.monotonic() + 240
+  while (path := checkpoint.latest(workdir / "checkpoints")) is None:
+    assert process.poll() is None, process.communicate()[0][-3000:]
+    assert time.monotonic() < deadline, "no checkpoint within 240 s"
+    time.sleep(0.02)
+  return checkpoint.read_host(path).weight_version
 
 
 def rows(workdir: pathlib.Path) -> list[dict]:

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agentrl_jax.transfer.quantize import Quantization
 
 from agentrl_jax.models import gemma3, hybrid_decoder, moe, qwen2, qwen3, qwen3_5, qwen3_5_moe
 from agentrl_jax.models.decoder import Config
 from agentrl_jax.models.hf import save_weights
 from agentrl_jax.models.model import initialize
 from agentrl_jax.models.sharding import make_mesh, shardings
+from agentrl_jax.ops.quantize import Quantization
 from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer
 from agentrl_jax.transfer.engine_layout import parameters, quantized_weights
 from agentrl_jax.transfer.layout import apply, assemblies

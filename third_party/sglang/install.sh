@@ -83,7 +83,7 @@ fi
 # is three processes, and each would compile 6,000 files at every start.
 check="import logging; logging.disable(logging.WARNING); $check"
 check+='; import sglang.srt.entrypoints.http_server, sglang.srt.models.registry'
-(cd / && env -u PYTHONDONTWRITEBYTECODE "$target/bin/python" -W ignore -c "$check") || fail "the installed packages do not import (see above)"
+(cd / && unset PYTHONDONTWRITEBYTECODE && "$target/bin/python" -W ignore -c "$check") || fail "the installed packages do not import (see above)"
 rm "$building"
 echo "$want" >"$stamp"
 echo "sglang install: $target is ready ($kind)"
