@@ -24,7 +24,7 @@ from agentrl_jax.models.precision import Stored
 from agentrl_jax.models.sharding import batch_sharding, replicated
 from agentrl_jax.orchestrate.experiment import Experiment
 from agentrl_jax.orchestrate.pack import bucket
-from agentrl_jax.orchestrate.run import abstract_of, algorithm_of, critic_of
+from agentrl_jax.orchestrate.run import abstract_of, algorithm_of, critic_of, learner_options
 from agentrl_jax.sampler.placement import (
   NO_FP8,
   SamplerFp8,
@@ -59,11 +59,7 @@ def trace_run(experiment: Experiment, model: Model, mesh: Mesh, sampler: Sampler
   state = abstract_of(experiment, model, mesh)
   batch = full_batch(experiment, mesh)
   shaped = _shaped(batch, mesh)
-  options = {
-    "temperature": experiment.temperature,
-    "dtype": jnp.dtype(experiment.dtype),
-    "products": experiment.products,
-  }
+  options = learner_options(experiment)
   rows = experiment.batch.micro_rows
   evaluate = make_evaluate(model, mesh, rows=rows, **options)
   algorithm = algorithm_of(experiment.algorithm, experiment.routers, model)

@@ -358,12 +358,17 @@ def require_architecture(experiment: Experiment, model: Model) -> None:
     )
 
 
-def _learner(experiment: Experiment, model: Model, mesh: Mesh) -> Mapping[str, Callable[..., Any]]:
-  options = {
+def learner_options(experiment: Experiment) -> dict[str, Any]:
+  """What evaluation and step are both made with."""
+  return {
     "temperature": experiment.temperature,
     "dtype": jnp.dtype(experiment.dtype),
     "products": experiment.products,
   }
+
+
+def _learner(experiment: Experiment, model: Model, mesh: Mesh) -> Mapping[str, Callable[..., Any]]:
+  options = learner_options(experiment)
   micro_rows = experiment.batch.micro_rows
   algorithm = algorithm_of(experiment.algorithm, experiment.routers, model)
   return {

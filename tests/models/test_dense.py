@@ -65,6 +65,25 @@ def assert_same_sums(found, expected, name=""):
   np.testing.assert_allclose(found / scale, expected / scale, err_msg=name, **TOLERANCE)
 
 
+def assert_decoded(model, weights, cache, tokens, expected, sizes, lengths=(12, 9)):
+  """Decodes rows of these lengths from their beginning, in chunks of these sizes, the rest padding;
+  hidden states are those expected. Returns the cache after it.
+  """
+  step, per_layer = jax.jit(model.decode, donate_argnums=1), unstack(weights)
+  start, found, ends = 0, [], np.asarray(lengths)[:, None]
+  for size in sizes:
+    part = np.arange(start, start + size)
+    where = jnp.asarray(np.where(part[None] < ends, part[None], -1), jnp.int32)
+    hidden, cache = step(per_layer, cache, tokens[:, part], where)
+    found.append(np.asarray(hidden))
+    start += size
+  found = np.concatenate(found, axis=1)
+  assert np.isfinite(found).all()
+  for row, length in enumerate(lengths):
+    np.testing.assert_allclose(found[row, :length], expected[row, :length], **TOLERANCE)
+  return cache
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_log_probs_and_gradients_equal_transformers(reference, name):
   model, weights, arrays = load(reference, name)
@@ -143,23 +162,7 @@ def test_decode_equals_forward(reference, name):
   model, weights, arrays = load(reference, name)
   tokens, sample, position = separate(arrays["tokens"][:, :12])
   expected = jax.jit(model.forward)(weights, tokens, sample, position)
-  lengths = np.array([12, 9])
-  step = jax.jit(model.decode, donate_argnums=1)
-  per_layer = unstack(weights)
-  cache = model.init_cache(2, 16)
-  start, found = 0, []
-  for size in (5, 5, 1, 1):
-    part = np.arange(start, start + size)
-    where = np.where(part[None] < lengths[:, None], part[None], -1)
-    hidden, cache = step(
-      per_layer, cache, tokens[:, start : start + size], jnp.asarray(where, jnp.int32)
-    )
-    found.append(np.asarray(hidden))
-    start += size
-  found = np.concatenate(found, axis=1)
-  assert np.isfinite(found).all()
-  for row, length in enumerate(lengths):
-    np.testing.assert_allclose(found[row, :length], expected[row, :length], rtol=1e-5, atol=1e-5)
+  cache = assert_decoded(model, weights, model.init_cache(2, 16), tokens, expected, (5, 5, 1, 1))
   keys, values = cache[0]
   assert np.all(np.asarray(keys)[1, :, :, 9:] == 0), "padding was written to the cache"
   assert np.all(np.asarray(values)[1, :, 9:] == 0), "padding was written to the cache"

@@ -15,7 +15,14 @@ from agentrl_jax.models import context, hf, hybrid_decoder, moe, qwen3_5, qwen3_
 from agentrl_jax.models.checkpoint_files import TensorEntry, TensorFiles, write_tensors
 from agentrl_jax.models.model import cast, unstack
 from agentrl_jax.models.sharding import batch_sharding, make_mesh, shardings
-from tests.models.test_dense import TOLERANCE, assert_same_sums, load, random_weights, separate
+from tests.models.test_dense import (
+  TOLERANCE,
+  assert_decoded,
+  assert_same_sums,
+  load,
+  random_weights,
+  separate,
+)
 from tests.models.test_hf import edit_config, rewrite
 from tests.reference import transfer
 
@@ -106,22 +113,12 @@ def test_decode_equals_forward(name):
   weights = random_weights(model, 1)
   tokens, sample, position = separate(np.random.default_rng(2).integers(0, 48, (2, 12)))
   expected = jax.jit(model.forward)(weights, tokens, sample, position)
-  lengths = np.array([12, 9])
-  step = jax.jit(model.decode, donate_argnums=1)
-  per_layer, cache = unstack(weights), model.init_cache(2, 16)
+  cache = model.init_cache(2, 16)
   for _ in range(2):
-    found = []
-    for start in range(0, 12, 4):
-      part = np.arange(start, start + 4)
-      where = np.where(part[None] < lengths[:, None], part[None], -1)
-      hidden, cache = step(per_layer, cache, tokens[:, part], jnp.asarray(where, jnp.int32))
-      found.append(np.asarray(hidden))
-    found = np.concatenate(found, axis=1)
-    assert np.isfinite(found).all()
-    for row, length in enumerate(lengths):
-      np.testing.assert_allclose(found[row, :length], expected[row, :length], **TOLERANCE)
+    cache = assert_decoded(model, weights, cache, tokens, expected, (4, 4, 4))
   held = jax.tree.map(np.asarray, cache)
-  _, cache = step(per_layer, cache, tokens[:, :4], jnp.full((2, 4), -1, jnp.int32))
+  padding = jnp.full((2, 4), -1, jnp.int32)
+  _, cache = jax.jit(model.decode)(unstack(weights), cache, tokens[:, :4], padding)
   jax.tree.map(np.testing.assert_array_equal, cache, held)
 
 

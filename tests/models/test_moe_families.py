@@ -20,10 +20,16 @@ from agentrl_jax.models import (
   sharding,
 )
 from agentrl_jax.models.checkpoint_files import TensorFiles
-from agentrl_jax.models.model import unstack
 from agentrl_jax.models.sharding import batch_sharding, make_mesh, shardings
 from agentrl_jax.ops import routing
-from tests.models.test_dense import TOLERANCE, assert_same_sums, load, random_weights, separate
+from tests.models.test_dense import (
+  TOLERANCE,
+  assert_decoded,
+  assert_same_sums,
+  load,
+  random_weights,
+  separate,
+)
 from tests.models.test_hf import edit_config, rewrite
 
 CASES = [  # of tests/reference/moe_transformers.py
@@ -186,18 +192,7 @@ def test_decode_equals_forward(name):
   weights = random_weights(model, 1)
   tokens, sample, position = separate(np.random.default_rng(2).integers(0, 48, (2, 12)))
   expected = jax.jit(model.forward)(weights, tokens, sample, position)
-  lengths = np.array([12, 9])
-  step = jax.jit(model.decode, donate_argnums=1)
-  per_layer, cache, found = unstack(weights), model.init_cache(2, 16), []
-  for start in range(0, 12, 4):
-    part = np.arange(start, start + 4)
-    where = np.where(part[None] < lengths[:, None], part[None], -1)
-    hidden, cache = step(per_layer, cache, tokens[:, part], jnp.asarray(where, jnp.int32))
-    found.append(np.asarray(hidden))
-  found = np.concatenate(found, axis=1)
-  assert np.isfinite(found).all()
-  for row, length in enumerate(lengths):
-    np.testing.assert_allclose(found[row, :length], expected[row, :length], **TOLERANCE)
+  assert_decoded(model, weights, model.init_cache(2, 16), tokens, expected, (4, 4, 4))
 
 
 def test_table_snapshot():
