@@ -1,14 +1,16 @@
 """The flags that every training command has: a Fiddle configuration and a work directory."""
 
+import re
 from pathlib import Path
 from typing import TypeVar
 
 import fiddle as fdl
 from absl import flags
-from fiddle import absl_flags
+from fiddle import absl_flags, printing
 from fiddle.experimental import serialization
 
 import configs
+from agentrl_jax.orchestrate.run import WrittenConfig
 from configs.engines import TRANSPORTS, use_transport
 from launch import command
 
@@ -37,6 +39,13 @@ def define_workdir() -> flags.FlagHolder[str | None]:
   return flags.DEFINE_string("workdir", None, "The run's directory; made if absent.")
 
 
+def define_show() -> flags.FlagHolder[bool]:
+  """`--show`."""
+  return flags.DEFINE_bool(
+    "show", False, "Print every value that --config=set:PATH=VALUE changes, and end."
+  )
+
+
 def define_transport() -> flags.FlagHolder[str | None]:
   """`--transport=NAME`."""
   return flags.DEFINE_enum(
@@ -61,9 +70,7 @@ def with_transport(
 
 def built(flag: flags.FlagHolder, kind: type[T]) -> T:
   """What the configuration builds. Raises ValueError if it is missing or builds something else."""
-  if flag.value is None:
-    raise ValueError("--config is missing: for example --config=config:quickstart")
-  result: object = fdl.build(flag.value)
+  result: object = fdl.build(_given(flag))
   if not isinstance(result, kind):
     raise ValueError(f"--config builds {type(result).__name__}, this command takes {kind.__name__}")
   return result
@@ -79,15 +86,26 @@ def opened(workdir: flags.FlagHolder[str | None]) -> Path:
   return directory
 
 
-def as_json(config: flags.FlagHolder) -> str:
-  """The resolved configuration, as JSON that runs again with `config_file:PATH`.
+def written(config: flags.FlagHolder) -> WrittenConfig:
+  """The resolved configuration: JSON that runs again with `config_file:PATH`, and a text with a
+  line `path = value` for each value, marked where it is a default.
 
   Raises ValueError where it holds what JSON cannot name: a closure, a partial application.
   """
+  given = _given(config)
   try:
-    return serialization.dump_json(config.value, indent=2)
+    made = serialization.dump_json(given, indent=2)
   except (AttributeError, serialization.UnserializableValueError) as error:
     raise ValueError(
       "the configuration cannot be written down and run again: it holds something that no import "
       "gives. Give `fdl.Config(function, ...)` of a module's function, not what it returned"
     ) from error
+  text = printing.as_str_flattened(given, include_types=False)
+  text = re.sub(r"<\[unset; default: (.*)\]>", r"\1  (default)", text)
+  return WrittenConfig(made, re.sub(r"<function (\S+) at 0x\w+>", r"\1", text) + "\n")
+
+
+def _given(config: flags.FlagHolder) -> fdl.Buildable:
+  if config.value is None:
+    raise ValueError("--config is missing: for example --config=config:quickstart")
+  return config.value

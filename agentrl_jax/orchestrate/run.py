@@ -14,7 +14,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -152,9 +152,16 @@ class Run:
     return directory
 
 
+class WrittenConfig(NamedTuple):
+  """A configuration: `json` makes it again, `text` shows each value, defaults too."""
+
+  json: str
+  text: str
+
+
 @contextlib.asynccontextmanager
 async def open_run(
-  experiment: Experiment, workdir: Path, progress: Progressing, config: str | None = None
+  experiment: Experiment, workdir: Path, progress: Progressing, config: WrittenConfig | None = None
 ) -> AsyncIterator[Run]:
   """A run, new or resumed; on leaving, the engine it started is stopped and files are closed.
 
@@ -388,20 +395,28 @@ def _learner(experiment: Experiment, model: Model, mesh: Mesh) -> Mapping[str, C
   }
 
 
-def keep_config(workdir: Path, config: str, progress: Progressing) -> None:
-  """Writes `config.json`; one that was different stays as `config.previous.json`."""
-  path = workdir / "config.json"
-  if path.exists() and path.read_text() != config:
-    path.replace(workdir / "config.previous.json")
-    progress.say(
-      f"the configuration is another than before, which is kept: {path.stem}.previous.json"
-    )
-  _write_whole(path, config)
+def keep_config(workdir: Path, config: WrittenConfig, progress: Progressing) -> None:
+  """Writes `config.json` and `config.txt`; those that were different stay as `config.previous.*`.
+
+  The text may differ where the JSON does not: a default has changed since the run began.
+  """
+  changed = []
+  for path, written in (
+    (workdir / "config.json", config.json),
+    (workdir / "config.txt", config.text),
+  ):
+    if path.exists() and path.read_text() != written:
+      path.replace(path.with_stem("config.previous"))
+      changed.append(f"config.previous{path.suffix}")
+    _write_whole(path, written)
+  if changed:
+    kept = " and ".join(changed)
+    progress.say(f"the configuration is another than before, which is kept: {kept}")
 
 
 def _write_whole(path: Path, text: str) -> None:
   """The file as it was or as it shall be, never a part."""
-  partial = path.with_suffix(".partial")
+  partial = path.with_name(f"{path.name}.partial")
   partial.write_text(text)
   partial.replace(path)
 

@@ -26,7 +26,7 @@ from agentrl_jax.models.sharding import make_mesh
 from agentrl_jax.orchestrate.experiment import Taskset, at_least
 from agentrl_jax.orchestrate.metrics import MetricsWriter, Progressing, to_floats
 from agentrl_jax.orchestrate.pack import pack
-from agentrl_jax.orchestrate.run import algorithm_of, keep_config, lock, require_same
+from agentrl_jax.orchestrate.run import WrittenConfig, algorithm_of, keep_config, lock, require_same
 from agentrl_jax.rollout.episode import Limits, Play
 from agentrl_jax.rollout.records import Episode, Outcome, Task, from_json
 from agentrl_jax.rollout.scripted import Policy, demonstrate
@@ -111,7 +111,7 @@ def demonstrated(
 
 
 def train_supervised(
-  plan: Supervised, workdir: Path, progress: Progressing, config: str | None = None
+  plan: Supervised, workdir: Path, progress: Progressing, config: WrittenConfig | None = None
 ) -> Path:
   """Runs, or goes on, in `workdir`; returns the trained model's directory. `config` as in `train`.
 

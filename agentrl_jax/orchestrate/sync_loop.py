@@ -25,7 +25,7 @@ from agentrl_jax.orchestrate.groups import mixed, rollout_metrics
 from agentrl_jax.orchestrate.metrics import Clock, Progressing, line, to_floats
 from agentrl_jax.orchestrate.minibatches import minibatches
 from agentrl_jax.orchestrate.pack import Packed, pack
-from agentrl_jax.orchestrate.run import Run, Stage, open_run, synchronise
+from agentrl_jax.orchestrate.run import Run, Stage, WrittenConfig, open_run, synchronise
 from agentrl_jax.orchestrate.trajectories import write_trajectories
 from agentrl_jax.rollout.collect import Collection, collect_groups
 from agentrl_jax.rollout.records import Episode
@@ -37,11 +37,11 @@ class Mismatch(RuntimeError):
 
 
 async def train(
-  experiment: Experiment, workdir: Path, progress: Progressing, config: str | None = None
+  experiment: Experiment, workdir: Path, progress: Progressing, config: WrittenConfig | None = None
 ) -> None:
   """Runs an experiment in `workdir`, or the rest of it, and leaves the trained model there.
 
-  `config`, JSON that makes this experiment, is kept as `config.json` once nothing was refused.
+  `config` is kept as `config.json` and `config.txt` once nothing was refused.
   Raises what opening a run, collecting, publishing and checkpointing raise; all of it names its
   place.
   """

@@ -18,7 +18,7 @@ from agentrl_jax.losses import recipes
 from agentrl_jax.ops import scales
 from agentrl_jax.orchestrate import tiny
 from configs import tiny_rl
-from launch.configuration import as_json
+from launch.configuration import written
 from launch.explain import algorithms
 from tests.reference.batches import by_hand, lay_out
 
@@ -113,7 +113,14 @@ def test_what_a_configuration_cannot_hold_is_said(algorithm):
   config = tiny_rl()
   config.algorithm = algorithm
   with pytest.raises(ValueError, match="of a module's function, not what it returned"):
-    as_json(types.SimpleNamespace(value=config))
+    written(types.SimpleNamespace(value=config))
+
+
+def test_the_text_of_a_configuration_has_its_defaults():
+  lines = written(types.SimpleNamespace(value=tiny_rl())).text.splitlines()
+  assert "steps = 40" in lines
+  assert "limits.seconds = 600.0  (default)" in lines
+  assert "remat = save_everything  (default)" in lines
 
 
 @pytest.mark.slow

@@ -24,6 +24,8 @@ def test_a_longer_run_measures_again_and_another_run_is_refused(whole, places, t
   assert (workdir / "evaluation" / "before.jsonl").read_text() == before[0]
   assert (workdir / "evaluation" / "after.jsonl").read_text() != before[1]
   written = (workdir / "config.json").read_text()
+  assert f"steps = {STEPS + 1}\n" in (workdir / "config.txt").read_text()
+  assert f"steps = {STEPS}\n" in (workdir / "config.previous.txt").read_text()
   refusals = {
     "seed=9": "of a run with seed 0, this configuration has 9: use another work directory",
     "tasks.train_tasks=32": "of a run with training tasks 64-",
@@ -45,8 +47,8 @@ def test_a_run_leaves_what_the_readme_names(whole):
   workdir, output = whole
   names = {path.name for path in workdir.iterdir()}
   assert names >= {
-    "config.json", "run.json", "metrics.jsonl", "tensorboard", "trajectories", "evaluation",
-    "report.png", "checkpoints", "model",
+    "config.json", "config.txt", "run.json", "metrics.jsonl", "tensorboard", "trajectories",
+    "evaluation", "report.png", "checkpoints", "model",
   }  # fmt: skip
   assert [row["step"] for row in rows(workdir)] == list(range(STEPS))
   assert len(episodes(workdir)) == STEPS * 16
