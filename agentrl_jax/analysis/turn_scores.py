@@ -143,8 +143,7 @@ def _share(flag: Bool[np.ndarray, "R"], among: Bool[np.ndarray, "R"]) -> float:
   return float(flag[among].mean()) if among.any() else math.nan
 
 
-# --- constancy
-# --------------------------------------------------------------------------------------
+# --- constancy ------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,8 +191,7 @@ def with_permuted_turns(trace: Trace, rng: np.random.Generator) -> Trace:
   )
 
 
-# --- retries
-# ----------------------------------------------------------------------------------------
+# --- retries --------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

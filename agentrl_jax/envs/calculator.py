@@ -40,8 +40,7 @@ TOOL = Tool(
 
 Policy = Callable[[Sequence[Message]], Action]
 
-# --- arithmetic
-# -------------------------------------------------------------------------------------
+# --- arithmetic -----------------------------------------------------------------------------------
 
 MAX_EXPRESSION_CHARS = 200
 MAX_DEPTH = 20
@@ -135,8 +134,7 @@ def parse_answer(text: str) -> Fraction | None:
   return Fraction(number) if len(number) <= MAX_EXPRESSION_CHARS else None
 
 
-# --- environment
-# ------------------------------------------------------------------------------------
+# --- environment ----------------------------------------------------------------------------------
 
 
 def combine(parts: Mapping[str, float], *, finished: float = 0.1, tool: float = 0.0) -> float:
@@ -263,8 +261,7 @@ async def build(
   return Opening(Calculator(answer), messages, (TOOL,), turn_limit, digest)
 
 
-# --- problems
-# ---------------------------------------------------------------------------------------
+# --- problems -------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -407,8 +404,7 @@ def make_tasks(split: str, count: int, *, first_seed: int = 0, two_step: float =
   return list(tasks.values())
 
 
-# --- scripted policies
-# ------------------------------------------------------------------------------
+# --- scripted policies ----------------------------------------------------------------------------
 
 
 def oracle(task: Task) -> Policy:

@@ -81,8 +81,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     yield f"row {number}", row
 
 
-# --- storage
-# ---------------------------------------------------------------------------------------
+# --- storage --------------------------------------------------------------------------------------
 
 
 def task_to_json(task: Task) -> str:
@@ -159,8 +158,7 @@ class _Stored(Sequence[Task]):
     return task_from_json(record.decode() if isinstance(record, bytes) else record)
 
 
-# --- order
-# -----------------------------------------------------------------------------------------
+# --- order ----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

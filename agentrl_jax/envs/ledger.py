@@ -64,8 +64,7 @@ def judge(task: Task, words: Sequence[str]) -> float:
   return float(answered(words) == sums(task)[-1])
 
 
-# --- values in symbols
-# ------------------------------------------------------------------------------
+# --- values in symbols ----------------------------------------------------------------------------
 
 
 def value_question(task: Task, words: Sequence[str], reference: Sequence[str] = ()) -> str:
@@ -97,8 +96,7 @@ def read_value(words: Sequence[str]) -> float:
   return VALUES.index(words[0]) / PARTS
 
 
-# --- environment
-# ------------------------------------------------------------------------------------
+# --- environment ----------------------------------------------------------------------------------
 
 
 class Ledger:
@@ -175,8 +173,7 @@ def _prefix(task: Task) -> list[str]:
   return task.params.get("prefix", "").split()
 
 
-# --- tasks
-# ------------------------------------------------------------------------------------------
+# --- tasks ----------------------------------------------------------------------------------------
 
 
 def make_task(split: str, seed: int) -> Task:
@@ -201,8 +198,7 @@ def _split_of(digits: Sequence[int]) -> str:
   return "held_out" if digest[0] % 4 == 0 else "train"
 
 
-# --- scripted policies
-# ------------------------------------------------------------------------------
+# --- scripted policies ----------------------------------------------------------------------------
 
 
 def oracle(task: Task) -> Policy:

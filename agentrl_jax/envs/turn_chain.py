@@ -52,8 +52,7 @@ TOOLS: Mapping[str, Tool] = {
   "ANS": _tool("answer", "Ends the task; a key where one is asked for.", turn=COUNTERS, key=KEYS),
 }
 
-# --- worlds
-# -----------------------------------------------------------------------------------------
+# --- worlds ---------------------------------------------------------------------------------------
 
 
 class World(Protocol):
@@ -156,8 +155,7 @@ def turn_limit(task: Task) -> int:
   return task.params["hops"] + 3 if task.family == "search" else 8
 
 
-# --- environment
-# ------------------------------------------------------------------------------------
+# --- environment ----------------------------------------------------------------------------------
 
 
 def combine(parts: Mapping[str, float]) -> float:
@@ -259,8 +257,7 @@ async def build(task: Task, *, fault_turn: int | None = None) -> Opening:
   )
 
 
-# --- symbols
-# ----------------------------------------------------------------------------------------
+# --- symbols --------------------------------------------------------------------------------------
 
 END = "<|end|>"
 SYMBOLS = (
@@ -297,8 +294,7 @@ def write_words(action: Action) -> list[str]:
   raise ValueError(f"{len(action)} calls, a turn of symbols holds one")
 
 
-# --- tasks
-# ------------------------------------------------------------------------------------------
+# --- tasks ----------------------------------------------------------------------------------------
 
 
 def make_task(split: str, seed: int, *, family: str | None = None) -> Task:
@@ -352,8 +348,7 @@ def _automation(draw: random.Random) -> dict[str, Any]:
   return {"needs": needs, "goal": sorted(order[: draw.randint(2, 3)])}
 
 
-# --- scripted policies
-# ------------------------------------------------------------------------------
+# --- scripted policies ----------------------------------------------------------------------------
 
 
 def oracle(task: Task) -> Policy:

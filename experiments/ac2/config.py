@@ -34,8 +34,7 @@ BASE, CRITIC, PROBE = "base", "critic", "probe"
 RATE = 1e-4  # of the policy, and of its critic at the start
 
 
-# --- algorithms
-# -----------------------------------------------------------------------------------
+# --- algorithms -----------------------------------------------------------------------------------
 
 
 def actor(
@@ -77,8 +76,7 @@ def critic_optimizer(learning_rate: float) -> fdl.Config:
   return fdl.Config(optim.with_rate, make, learning_rate)
 
 
-# --- arms
-# -----------------------------------------------------------------------------------------
+# --- arms -----------------------------------------------------------------------------------------
 
 
 def _critic(**changes: object) -> fdl.Config[CriticPlan]:

@@ -118,8 +118,7 @@ async def take_step(run: Run) -> None:
     run.saver.save(run.state, checkpoint.HostState(plan.seed, run.step, {}, {}, carry))
 
 
-# --- credit
-# ---------------------------------------------------------------------------------------
+# --- credit ---------------------------------------------------------------------------------------
 
 
 def packed_shares(run: Run, groups: Sequence[Sequence[Episode]]) -> list[Packed]:
@@ -199,8 +198,7 @@ def after_values(
   return dataclasses.replace(memory, readiness=readiness, pairs=stored, spent=spent), taught
 
 
-# --- learning
-# -------------------------------------------------------------------------------------
+# --- learning -------------------------------------------------------------------------------------
 
 
 def learn(
@@ -231,8 +229,7 @@ def at_rate(state: TrainState, rate: RateController) -> TrainState:
   return dataclasses.replace(state, opt_state=tuple(opt_states))
 
 
-# --- story
-# ----------------------------------------------------------------------------------------
+# --- story ----------------------------------------------------------------------------------------
 
 
 def rollout_cost(run: Run, fresh: Sequence[Episode], groups: Sequence[Sequence[Episode]]) -> Spent:
@@ -338,8 +335,7 @@ async def measure(run: Run) -> None:
   await run.host.flush()
 
 
-# --- opening
-# --------------------------------------------------------------------------------------
+# --- opening --------------------------------------------------------------------------------------
 
 
 @contextlib.asynccontextmanager

@@ -91,8 +91,7 @@ def _stored(one: Mapping[str, Any]) -> Stored:
   return Stored(one["problem"], tuple(one["ids"]))
 
 
-# --- decisions
-# ------------------------------------------------------------------------------------
+# --- decisions ------------------------------------------------------------------------------------
 
 
 def everywhere(readiness: Readiness, problem: str) -> bool:

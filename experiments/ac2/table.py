@@ -144,8 +144,7 @@ def readiness_gain(results: Results) -> report.Interval | None:
   return report.paired({s: p[0] for s, p in pairs.items()}, {s: p[1] for s, p in pairs.items()})
 
 
-# --- tables
-# ---------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def table(results: Results) -> str:

@@ -97,8 +97,7 @@ def traces_of(
   ]
 
 
-# --- constancy
-# --------------------------------------------------------------------------------------
+# --- constancy ------------------------------------------------------------------------------------
 
 
 def _constancy(
@@ -124,8 +123,7 @@ def _untrained(critic: Critic, rng: np.random.Generator) -> Critic:
   return dataclasses.replace(critic, head=dataclasses.replace(critic.head, weight=weight))
 
 
-# --- alarms and retries
-# -----------------------------------------------------------------------------
+# --- alarms and retries ---------------------------------------------------------------------------
 
 
 def _limits(calibration: Sequence[Trace]) -> tuple[float, float]:

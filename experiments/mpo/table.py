@@ -142,8 +142,7 @@ def _differences(results: Results) -> str:
   return report.markdown(head, rows) if rows else ""
 
 
-# --- the critic
-# -----------------------------------------------------------------------------------
+# --- the critic -----------------------------------------------------------------------------------
 
 
 def _critic(results: Results) -> str:

@@ -77,8 +77,7 @@ def demonstrator(task: Task) -> Policy:
   return scripted.in_words(problem, calls(problem))
 
 
-# --- arms
-# -----------------------------------------------------------------------------------------
+# --- arms -----------------------------------------------------------------------------------------
 
 Change = Callable[[fdl.Config[Experiment]], None]
 
@@ -192,8 +191,7 @@ class Measured:
 MEASURED = {"cpu": Measured(), "smoke": Measured(tasks=8)}
 
 
-# --- full scale
-# -----------------------------------------------------------------------------------
+# --- full scale -----------------------------------------------------------------------------------
 
 
 def pod() -> fdl.Config[Experiment]:

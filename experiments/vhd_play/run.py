@@ -101,8 +101,7 @@ def scripts(tasks: Sequence[Task]) -> dict[str, float]:
   return found
 
 
-# --- measuring
-# ------------------------------------------------------------------------------------
+# --- measuring ------------------------------------------------------------------------------------
 
 
 def measured(experiment: Experiment, weights: Weights, place: Place) -> dict[str, Any]:

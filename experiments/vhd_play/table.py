@@ -52,8 +52,7 @@ def missing(results: Results) -> list[str]:
   return [f"{arm}_{s}" for s in SEEDS for arm in (BASE, *ARMS) if (arm, s) not in results]
 
 
-# --- decision
-# --------------------------------------------------------------------------------------
+# --- decision -------------------------------------------------------------------------------------
 
 
 def difference(results: Results, one: str, other: str, form: str) -> tuple[list[float], Interval]:
@@ -97,8 +96,7 @@ def verdict(results: Results) -> Verdict:
   return Verdict("vhd_play", CLAIM, word, effect, found[least][1], **report.provenance(results))
 
 
-# --- tables
-# ----------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def table(results: Results) -> str:

@@ -131,8 +131,7 @@ def test_a_share_that_makes_no_sense_is_refused(two_step):
     make_tasks("train", 1, two_step=two_step)
 
 
-# --- environment
-# ------------------------------------------------------------------------------------
+# --- environment ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -203,8 +202,7 @@ def test_equal_tasks_start_equal_and_others_do_not():
     asyncio.run(digest(Task("calculator", "train", 0, {"question": "?", "answer": "pens"})))
 
 
-# --- numbers
-# ----------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

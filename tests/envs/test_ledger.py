@@ -103,8 +103,7 @@ def test_splits_share_no_instance_and_tasks_do_not_change():
     make_task("test", 0)
 
 
-# --- scripts
-# --------------------------------------------------------------------------------------
+# --- scripts --------------------------------------------------------------------------------------
 
 
 def test_the_oracle_is_right_from_every_state_of_a_right_list():
@@ -161,8 +160,7 @@ def test_the_exact_chance_by_hand():
   assert ledger.chance_of_misled(task, words) == pytest.approx(expected, abs=1e-12)
 
 
-# --- values
-# ---------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 def test_values_are_single_symbols():

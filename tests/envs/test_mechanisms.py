@@ -41,8 +41,7 @@ def transcript(problem, calls):
   return played, seen
 
 
-# --- reward (V1, V2, V3, V16)
-# ----------------------------------------------------------------------
+# --- reward (V1, V2, V3, V16) ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", EVERY)
@@ -107,8 +106,7 @@ def test_inventory_by_hand():
     solvers.inventory(theta | {"fixed": 5, "demand": [1], "forecast": [1]})
 
 
-# --- solvers against brute force (V3)
-# --------------------------------------------------------------
+# --- solvers against brute force (V3) -------------------------------------------------------------
 
 
 def worth(family, theta, plan):
@@ -165,8 +163,7 @@ def test_the_online_reference_of_stopping():
     assert task.params["online"] <= task.params["best"]
 
 
-# --- episodes
-# --------------------------------------------------------------------------------------
+# --- episodes -------------------------------------------------------------------------------------
 
 
 def test_random_episodes_never_exceed_the_optimum():
@@ -344,8 +341,7 @@ def test_an_episode_ends_at_its_turn_limit_and_is_scored():
   assert steps[-1].info["invalid"] == 2.0 and steps[-1].info["probes"] == 1.0
 
 
-# --- what must not be seen (V5), and determinism (V4)
-# ----------------------------------------------
+# --- what must not be seen (V5), and determinism (V4) ---------------------------------------------
 
 
 @pytest.mark.parametrize("family", EVERY)
@@ -457,8 +453,7 @@ def test_what_does_not_exist_is_refused():
     problem_of(Task("inventory", "train", 4, {}))
 
 
-# --- words
-# -----------------------------------------------------------------------------------------
+# --- words ----------------------------------------------------------------------------------------
 
 WORDED = ("inventory", "knapsack", "routing", "stopping", "facility")
 

@@ -130,8 +130,7 @@ def test_what_does_not_exist_is_refused():
       asyncio.run(turn_chain.build(bad))
 
 
-# --- rules
-# ------------------------------------------------------------------------------------------
+# --- rules ----------------------------------------------------------------------------------------
 
 
 def test_search_reveals_one_key_a_call():
@@ -206,8 +205,7 @@ def test_an_episode_that_is_over_takes_no_step():
     acted(SEARCH, call("answer", 0, key=5), call("get", 1, key=3))
 
 
-# --- symbols
-# ----------------------------------------------------------------------------------------
+# --- symbols --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

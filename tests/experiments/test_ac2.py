@@ -54,8 +54,7 @@ def continuation(name, new, *, prefix="", reward=0.0, truncated=False):
   )
 
 
-# --- memory and decisions
-# ---------------------------------------------------------------------------------
+# --- memory and decisions -------------------------------------------------------------------------
 
 
 def test_what_a_run_remembers_survives_json():
@@ -97,8 +96,7 @@ def test_the_first_right_response_stays_and_pairs_are_the_latest():
   assert len(memory.draw(pairs, 99, np.random.default_rng(1))) == 6
 
 
-# --- values and credit
-# -------------------------------------------------------------------------------
+# --- values and credit ----------------------------------------------------------------------------
 
 
 def run_of(plan=None, bank=()):
@@ -276,8 +274,7 @@ def test_flops_count_refills_and_each_prompt_once_a_group():
   assert found.training == 4 * 3 * cost.forward(17) and found.critic == 0
 
 
-# --- probe
-# ----------------------------------------------------------------------------------------
+# --- probe ----------------------------------------------------------------------------------------
 
 
 def test_the_probe_crosses_where_the_noise_is_that_of_outcomes():
@@ -302,8 +299,7 @@ def test_what_the_critic_says_by_state():
   }
 
 
-# --- decision rules
-# --------------------------------------------------------------------------------
+# --- decision rules -------------------------------------------------------------------------------
 
 
 def result(scores, decode, total=None):
@@ -383,8 +379,7 @@ def test_settings_are_plain_and_of_every_arm():
   assert config.settings("ac2", "cpu")["critic.trust"] == "Readiness.ready"
 
 
-# --- smoke
-# ----------------------------------------------------------------------------------------
+# --- smoke ----------------------------------------------------------------------------------------
 
 
 def rows(folder):

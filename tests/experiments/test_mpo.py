@@ -59,8 +59,7 @@ def test_turns_of_a_run_are_scored(smoke, tmp_path):
   assert (tmp_path / "turns.png").read_bytes()[:4] == b"\x89PNG"
 
 
-# --- decision rules
-# ---------------------------------------------------------------------------------
+# --- decision rules -------------------------------------------------------------------------------
 
 
 def results(score):

@@ -36,8 +36,7 @@ def test_an_arm_runs_end_to_end(tmp_path):
   assert (results / "scores.png").read_bytes()[:4] == b"\x89PNG"
 
 
-# --- demonstrations and rewards
-# ---------------------------------------------------------------------
+# --- demonstrations and rewards -------------------------------------------------------------------
 
 
 def test_demonstrators():
@@ -124,8 +123,7 @@ def test_failures_are_named():
   assert labels("I", family="facility", ended=False) == ["NO_COMMIT"]
 
 
-# --- decision
-# --------------------------------------------------------------------------------------
+# --- decision -------------------------------------------------------------------------------------
 
 
 def results(score):

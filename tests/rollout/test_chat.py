@@ -274,8 +274,7 @@ def test_transcript_line_end_is_glue_only_if_it_was_not_sampled():
   assert joined(subject.observation(results, "length")).startswith("\nResult")
 
 
-# --- the real tokenizer
-# ----------------------------------------------------------------------------
+# --- the real tokenizer ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,7 @@ SPREAD = 0.1  # of max(1, |best|), that the best utility lies above the naive on
 EXACT = {"linear": 1e-6}  # relative error of a replay; others 1e-9
 MOST_ATTEMPTS = 1000
 
-# --- parameters
-# ------------------------------------------------------------------------------------
+# --- parameters -----------------------------------------------------------------------------------
 
 
 def _inventory(draw: random.Random, *, periods: int = 4) -> dict[str, Any]:
@@ -104,8 +103,7 @@ DRAWN: Mapping[str, Callable[..., dict[str, Any]]] = {
   "facility": _facility,
 }
 
-# --- admission
-# -------------------------------------------------------------------------------------
+# --- admission ------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,8 +172,7 @@ def draw_solved(name: str, draw: random.Random, sizes: Mapping[str, int]) -> tup
   raise RuntimeError(f"{name} with {dict(sizes)}: no draw of {MOST_ATTEMPTS} was admitted")
 
 
-# --- tasks
-# -----------------------------------------------------------------------------------------
+# --- tasks ----------------------------------------------------------------------------------------
 
 
 def make_task(name: str, presentation: str, split: str, seed: int, **sizes: int) -> Task:

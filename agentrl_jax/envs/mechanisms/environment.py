@@ -238,8 +238,7 @@ def result(played: Playing) -> tuple[dict[str, float], dict[str, float]]:
   return {REWARD: score(problem, utility)}, info
 
 
-# --- arguments and observations
-# --------------------------------------------------------------------
+# --- arguments and observations -------------------------------------------------------------------
 
 
 @functools.cache

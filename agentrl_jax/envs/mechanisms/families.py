@@ -48,8 +48,7 @@ def _ended(theta: Theta, state: State) -> bool:
   return state["ended"]
 
 
-# --- inventory: order each period before its demand is known
-# ------------------------------------
+# --- inventory: order each period before its demand is known --------------------------------------
 
 
 def _order(theta: Theta, state: State, call: ToolCall) -> Acted:
@@ -91,8 +90,7 @@ INVENTORY = Mechanism(
 )
 
 
-# --- knapsack: items come again each period, worth more in some, one budget for all
-# -------------
+# --- knapsack: items come again each period, worth more in some, one budget for all ---------------
 
 
 def _take(theta: Theta, state: State, call: ToolCall) -> Acted:
@@ -148,8 +146,7 @@ KNAPSACK = Mechanism(
 )
 
 
-# --- routing: a round trip whose legs may cost something else than the map says
-# -----------------
+# --- routing: a round trip whose legs may cost something else than the map says -------------------
 
 
 def edge(nodes: int, i: int, j: int) -> int:
@@ -212,8 +209,7 @@ ROUTING = Mechanism(
 )
 
 
-# --- linear programme: levels within constraints
-# -------------------------------------------------
+# --- linear programme: levels within constraints --------------------------------------------------
 
 
 def _set_level(theta: Theta, state: State, call: ToolCall) -> Acted:
@@ -265,8 +261,7 @@ LINEAR = Mechanism(
 )
 
 
-# --- stopping: offers come one by one and do not come back
-# ---------------------------------------
+# --- stopping: offers come one by one and do not come back ----------------------------------------
 
 
 def _look(theta: Theta, state: State, call: ToolCall) -> Acted:
@@ -308,8 +303,7 @@ STOPPING = Mechanism(
 )
 
 
-# --- facility: which sites to open for customers who go to the nearest
-# ---------------------------
+# --- facility: which sites to open for customers who go to the nearest ----------------------------
 
 
 def _open(theta: Theta, state: State, call: ToolCall) -> Acted:

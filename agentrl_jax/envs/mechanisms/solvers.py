@@ -32,8 +32,7 @@ class Unfinished(ValueError):
   """The optimum is to stop before the end: such parameters are not admitted."""
 
 
-# --- inventory
-# -------------------------------------------------------------------------------------
+# --- inventory ------------------------------------------------------------------------------------
 
 
 def inventory(theta: Theta) -> Solution:
@@ -82,8 +81,7 @@ def naive_inventory(theta: Theta) -> Solution:
   return Solution(total, plan)
 
 
-# --- knapsack
-# --------------------------------------------------------------------------------------
+# --- knapsack -------------------------------------------------------------------------------------
 
 
 def knapsack(theta: Theta) -> Solution:
@@ -122,8 +120,7 @@ def naive_knapsack(theta: Theta) -> Solution:
   return Solution(total, plan)
 
 
-# --- routing
-# ---------------------------------------------------------------------------------------
+# --- routing --------------------------------------------------------------------------------------
 
 
 def _matrix(nodes: int, legs: list[float]) -> np.ndarray:
@@ -160,8 +157,7 @@ def naive_routing(theta: Theta) -> Solution:
   return Solution(-float(total), path[1:])
 
 
-# --- linear programme
-# ------------------------------------------------------------------------------
+# --- linear programme -----------------------------------------------------------------------------
 
 
 def linear(theta: Theta) -> Solution:
@@ -185,8 +181,7 @@ def naive_linear(theta: Theta) -> Solution:
   return Solution(float(np.dot(theta["values"], plan)), plan)
 
 
-# --- stopping
-# --------------------------------------------------------------------------------------
+# --- stopping -------------------------------------------------------------------------------------
 
 
 def stopping(theta: Theta) -> Solution:
@@ -232,8 +227,7 @@ def distorted(value: float, factor: float) -> int:
   return max(1, math.floor(value * factor + 0.5))
 
 
-# --- facility
-# --------------------------------------------------------------------------------------
+# --- facility -------------------------------------------------------------------------------------
 
 
 def _expense(theta: Theta, sites: tuple[int, ...]) -> float:

@@ -56,8 +56,7 @@ def write_words(action: Action) -> list[str]:
   raise ValueError(f"{action!r}, a turn of words holds one call by its verb")
 
 
-# --- verbs and tools
-# -------------------------------------------------------------------------------
+# --- verbs and tools ------------------------------------------------------------------------------
 
 
 def _tools(problem: Problem) -> Mapping[str, tuple[str, list[str]]]:
@@ -105,8 +104,7 @@ def _flat(value: Any) -> list[str]:
   return [str(value)]
 
 
-# --- environment
-# -----------------------------------------------------------------------------------
+# --- environment ----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
