@@ -1,10 +1,12 @@
 """From device shards to packed host buckets: the only place where a push reads weights.
 
 One source tensor at a time: its shards are cast where they live, brought to the host, permuted
-straight into their place in the buckets. Peak memory is the buckets plus one cast shard. What is
-quantised is transposed and quantised on its devices first, one published tensor at a time.
+straight into their place in the buckets by several threads, which hash what is whole meanwhile.
+Peak memory is the buckets plus one cast shard. What is quantised is transposed and quantised on its
+devices first, one published tensor at a time.
 """
 
+import collections
 import concurrent.futures
 import functools
 import hashlib
@@ -20,6 +22,8 @@ from agentrl_jax.models.model import parameter_path
 from agentrl_jax.ops.quantize import block_amax, grid, quantize_with, scales_of
 from agentrl_jax.transfer.layout import extents, permuted, slices
 from agentrl_jax.transfer.plan import Copy, Plan, Segment, Shard, Tensor, scale_name
+
+_THREADS = 8  # copying and hashing free the interpreter lock
 
 NUMPY_DTYPES: Mapping[str, np.dtype] = {
   "float32": np.dtype(np.float32),
@@ -41,7 +45,7 @@ class Staged(NamedTuple):
   key: str
   plan: Plan
   buffers: Mapping[tuple[int, int], np.ndarray]
-  hashes: tuple[str, ...]  # blake2b of 16 bytes, hex
+  hashes: tuple[str, ...]  # of `tensor_hash`
   fingerprint: str
 
   def view(self, segment: Segment) -> np.ndarray:
@@ -88,19 +92,35 @@ def stage(
   arrays = leaves(weights)
   check_replicas(arrays)
   plain, to_quantize = _split(plan)
-  for name, group in itertools.groupby(plain, key=lambda copy: copy.src_name):
-    leaf = arrays[name]
-    if jnp.issubdtype(leaf.dtype, jnp.floating) and not _all_finite(leaf):
-      raise ValueError(f"{name} has a value that is not finite")
-    _copy_leaf(leaf, tuple(group), plan.segments, buffers)
-  targets = _by_name(plan.segments) if to_quantize else {}
-  for name, copies in to_quantize.items():
-    scaled = scale_name(name, plan.quantized[name])
-    scales = _quantize_tensor(copies, targets[name], plan, arrays, buffers)
-    for segment in targets[scaled]:
-      view = segment_view(buffers[segment.rank, segment.bucket], segment)
-      view[...] = scales[slices(segment.index)]
-  hashes = hash_segments(plan.segments, buffers)
+  left = collections.Counter(copy.segment for copy in plain)
+  hashed: dict[int, concurrent.futures.Future[str]] = {}
+  with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+
+    def start_hash(number: int) -> None:
+      segment = plan.segments[number]
+      data = _bytes(buffers[segment.rank, segment.bucket], segment)
+      hashed[number] = pool.submit(tensor_hash, data)
+
+    for name, group in itertools.groupby(plain, key=lambda copy: copy.src_name):
+      leaf, copies = arrays[name], tuple(group)
+      if jnp.issubdtype(leaf.dtype, jnp.floating) and not _all_finite(leaf):
+        raise ValueError(f"{name} has a value that is not finite")
+      _copy_leaf(leaf, copies, plan.segments, buffers, pool)
+      left.subtract(copy.segment for copy in copies)
+      for number in {copy.segment for copy in copies}:
+        if not left[number]:
+          start_hash(number)
+    targets = _by_name(plan.segments) if to_quantize else {}
+    for name, copies in to_quantize.items():
+      scaled = scale_name(name, plan.quantized[name])
+      scales = _quantize_tensor(copies, targets[name], plan, arrays, buffers)
+      for segment in targets[scaled]:
+        view = segment_view(buffers[segment.rank, segment.bucket], segment)
+        view[...] = scales[slices(segment.index)]
+    for number in range(len(plan.segments)):
+      if number not in hashed:
+        start_hash(number)
+    hashes = tuple(hashed[number].result() for number in range(len(plan.segments)))
   rows = [
     (s.rank, s.name, s.part, s.shape, s.dtype, digest)
     for s, digest in zip(plan.segments, hashes, strict=True)
@@ -133,21 +153,11 @@ def check_replicas(arrays: Mapping[str, jax.Array]) -> None:
         raise ValueError(f"{name}: the copy on device {device} differs from that on {first}")
 
 
-def hash_segments(
-  segments: Sequence[Segment], buffers: Mapping[tuple[int, int], np.ndarray]
-) -> tuple[str, ...]:
-  """blake2b (16 bytes, hex) of each segment; hashing frees the interpreter lock: two threads."""
-
-  def one(segment: Segment) -> str:
-    return tensor_hash(_bytes(buffers[segment.rank, segment.bucket], segment))
-
-  with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    return tuple(pool.map(one, segments))
-
-
 def tensor_hash(data: Any) -> str:
-  """blake2b of 16 bytes, hex, of anything with the buffer protocol."""
-  return hashlib.blake2b(data, digest_size=16).hexdigest()
+  """The first 16 bytes of SHA-256, hex, of anything with the buffer protocol; processors compute
+  that by themselves, 2.3 times as fast as BLAKE2b.
+  """
+  return hashlib.sha256(data).hexdigest()[:32]
 
 
 def fingerprint_of(
@@ -171,6 +181,7 @@ def _copy_leaf(
   copies: tuple[Copy, ...],
   segments: Sequence[Segment],
   buffers: Mapping[tuple[int, int], np.ndarray],
+  pool: concurrent.futures.Executor,
 ) -> None:
   by_read = sorted(copies, key=lambda copy: (copy.src_rank, segments[copy.segment].dtype))
   for (rank, dtype), group in itertools.groupby(
@@ -180,13 +191,19 @@ def _copy_leaf(
     same = shard.data.dtype == NUMPY_DTYPES[dtype]
     host = np.asarray(shard.data if same else shard.data.astype(NUMPY_DTYPES[dtype]))
     origin = [start for start, _ in _box(shard.index, leaf.shape)]
-    for copy in group:
-      local = tuple(
-        slice(start - o, stop - o) for (start, stop), o in zip(copy.src_index, origin, strict=True)
-      )
-      segment = segments[copy.segment]
-      tile = segment_view(buffers[segment.rank, segment.bucket], segment)[slices(copy.tile)]
-      tile.reshape(copy.view)[slices(copy.dst_index)] = permuted(host[local], copy.perm)
+
+    def place(some: list[Copy], host: np.ndarray = host, origin: Sequence[int] = origin) -> None:
+      for copy in some:
+        local = tuple(
+          slice(start - o, stop - o)
+          for (start, stop), o in zip(copy.src_index, origin, strict=True)
+        )
+        segment = segments[copy.segment]
+        tile = segment_view(buffers[segment.rank, segment.bucket], segment)[slices(copy.tile)]
+        tile.reshape(copy.view)[slices(copy.dst_index)] = permuted(host[local], copy.perm)
+
+    every = list(group)
+    list(pool.map(place, [every[i::_THREADS] for i in range(_THREADS)]))
 
 
 def _shard(leaf: jax.Array, rank: int, name: str) -> Any:

@@ -63,7 +63,7 @@ class Entry(NamedTuple):
   dst_index: Box  # in the published tensor
   offset: int  # in the payload
   nbytes: int
-  hash: str  # blake2b of 16 bytes, hex
+  hash: str  # of `stage.tensor_hash`
 
 
 class End(NamedTuple):
