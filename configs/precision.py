@@ -10,6 +10,7 @@ from agentrl_jax.models.lora import PROJECTIONS, Lora
 from agentrl_jax.models.precision import Fp8
 from agentrl_jax.orchestrate import engines
 from agentrl_jax.orchestrate.experiment import Experiment
+from agentrl_jax.orchestrate.supervised import Supervised
 from agentrl_jax.sampler.placement import SamplerFp8
 
 SCALINGS = {
@@ -21,18 +22,21 @@ FP8_MISMATCH = 4.0  # nats, of a single token: 2.2 in 1,020 of SmolLM2 (docs/pre
 
 
 def use_fp8_products(
-  config: fdl.Config[Experiment], scaling: str = "blocks", gradient: str = "float8_e5m2"
+  config: fdl.Config[Experiment | Supervised],
+  scaling: str = "blocks",
+  gradient: str = "float8_e5m2",
 ) -> None:
   """The learner's products in FP8, scaled as one of `SCALINGS` says; engine and learner may then
   differ by `FP8_MISMATCH`, and a run that says less is refused where they do.
 
-  Raises ValueError for another scaling, or for what is no `Experiment`.
+  Raises ValueError for another scaling, or for what is no `Experiment` and not `Supervised`.
   """
   if scaling not in SCALINGS:
     raise ValueError(f"no scaling {scaling!r}; there are {', '.join(SCALINGS)}")
-  _experiment(config, "FP8")
+  require(config, "FP8", Experiment, Supervised)
   config.fp8 = fdl.Config(Fp8, gradient=gradient, **SCALINGS[scaling])
-  config.max_mismatch = max(config.max_mismatch, FP8_MISMATCH)
+  if fdl.get_callable(config) is Experiment:  # the other has no engine
+    config.max_mismatch = max(config.max_mismatch, FP8_MISMATCH)
 
 
 def use_fp8_sampler(
@@ -44,7 +48,7 @@ def use_fp8_sampler(
   Raises ValueError for another engine, or where the learner's products are not in FP8 or scaled by
   a history, which the sampler does not keep.
   """
-  _experiment(config, "FP8")
+  require(config, "FP8 of a sampler", Experiment)
   engine = config.engine
   if not isinstance(engine, fdl.Config) or fdl.get_callable(engine) is not engines.embedded:
     raise ValueError(f"this FP8 is of the embedded sampler, the engine is {engine}: use_fp8 for a "
@@ -61,7 +65,7 @@ def use_fp8_sampler(
 
 
 def use_lora(
-  config: fdl.Config[Experiment],
+  config: fdl.Config[Experiment | Supervised],
   rank: int = 16,
   alpha: float = 32.0,
   targets: Sequence[str] = PROJECTIONS,
@@ -71,15 +75,17 @@ def use_lora(
   """Trains adapters alone, see `models.lora.Lora`; engines get the merged weights, and the run
   leaves `adapter/`, a PEFT directory, beside `model/`.
 
-  Raises ValueError for what is no `Experiment`.
+  Raises ValueError for what is no `Experiment` and not `Supervised`.
   """
-  _experiment(config, "LoRA")
+  require(config, "LoRA", Experiment, Supervised)
   config.lora = fdl.Config(
     Lora, rank=rank, alpha=float(alpha), targets=tuple(targets), base_dtype=base_dtype, start=start
   )
 
 
-def _experiment(config: fdl.Config[Experiment], what: str) -> None:
-  if fdl.get_callable(config) is not Experiment:
-    name = fdl.get_callable(config).__name__
-    raise ValueError(f"{what} is for an Experiment, this configuration builds {name}")
+def require(config: fdl.Config, what: str, *kinds: type) -> None:
+  """Raises ValueError unless the configuration builds one of the kinds."""
+  made = fdl.get_callable(config)
+  if made not in kinds:
+    names = " or ".join(kind.__name__ for kind in kinds)
+    raise ValueError(f"{what} is for {names}, this configuration builds {made.__name__}")

@@ -33,6 +33,7 @@ from agentrl_jax.losses.routers import AS_CHECKPOINT, Routers, with_router_loss
 from agentrl_jax.models import lora
 from agentrl_jax.models.checkpoint_files import fingerprint
 from agentrl_jax.models.hf import load_model, save_weights
+from agentrl_jax.models.lora import Lora
 from agentrl_jax.models.model import Model, Weights, is_spec, parameter_path
 from agentrl_jax.models.sharding import make_mesh
 from agentrl_jax.orchestrate import hosts
@@ -141,15 +142,8 @@ class Run:
     """Writes the adapters as a PEFT directory, None where the run has none. All processes call
     this.
     """
-    how, beside = self.experiment.lora, self.state.beside
-    if how is None or beside is None or beside.adapters is None:
-      return None
-    adapters = hosts.gathered(beside.adapters)
-    if not hosts.leads():
-      return None
-    directory = self.workdir / "adapter"
-    lora.save(self.model, adapters, how, directory, base=str(Path(self.experiment.model).resolve()))
-    return directory
+    base = Path(self.experiment.model)
+    return export_adapter(self.model, self.state, self.experiment.lora, base, self.workdir)
 
 
 class WrittenConfig(NamedTuple):
@@ -283,6 +277,20 @@ def abstract_of(experiment: Experiment, model: Model, mesh: Mesh) -> TrainState:
   )
 
 
+def export_adapter(
+  model: Model, state: TrainState, how: Lora | None, base: Path, workdir: Path
+) -> Path | None:
+  """See `Run.export_adapter`."""
+  if how is None or state.beside is None or state.beside.adapters is None:
+    return None
+  adapters = hosts.gathered(state.beside.adapters)
+  if not hosts.leads():
+    return None
+  directory = workdir / "adapter"
+  lora.save(model, adapters, how, directory, base=str(base.resolve()))
+  return directory
+
+
 def make_deliver(products: Products) -> Callable[[TrainState], Weights]:
   """What an engine and a model directory are given of a state: merged where there are adapters."""
   if products.lora is None:
@@ -293,7 +301,6 @@ def make_deliver(products: Products) -> Callable[[TrainState], Weights]:
 
 def identity(experiment: Experiment) -> dict[str, Any]:
   """What may not change between the parts of one run; all else may."""
-  lora_ = experiment.lora
   return {
     "kind": "reinforcement learning",
     "seed": experiment.seed,
@@ -301,9 +308,13 @@ def identity(experiment: Experiment) -> dict[str, Any]:
     "reference": None if experiment.reference is None else fingerprint(experiment.reference),
     "training tasks": task_fingerprint(experiment.tasks.train.tasks),
     "held-out tasks": task_fingerprint(experiment.tasks.held_out),
-    # As JSON gives it back. Checkpoints from before there were adapters have no such name.
-    "adapters": None if lora_ is None else {**vars(lora_), "targets": list(lora_.targets)},
+    "adapters": written_lora(experiment.lora),
   }
+
+
+def written_lora(how: Lora | None) -> dict[str, Any] | None:
+  """As JSON gives it back. Checkpoints from before there were adapters have no such name."""
+  return None if how is None else {**vars(how), "targets": list(how.targets)}
 
 
 def require_same(path: Path, asked: Mapping[str, Any]) -> checkpoint.HostState:

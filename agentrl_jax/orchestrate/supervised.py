@@ -16,17 +16,30 @@ import optax
 
 from agentrl_jax.learner import checkpoint
 from agentrl_jax.learner.evaluate import make_evaluate
+from agentrl_jax.learner.products import Products
 from agentrl_jax.learner.rows import rows_per_micro_batch
 from agentrl_jax.learner.state import abstract_state, make_state
 from agentrl_jax.learner.step import make_prepare, make_step
 from agentrl_jax.losses.routers import AS_CHECKPOINT, Routers
 from agentrl_jax.models.checkpoint_files import fingerprint
 from agentrl_jax.models.hf import load_model, save_weights
+from agentrl_jax.models.lora import Lora
+from agentrl_jax.models.precision import Fp8
+from agentrl_jax.models.remat import Remat, save_everything
 from agentrl_jax.models.sharding import make_mesh
 from agentrl_jax.orchestrate.experiment import Taskset, at_least
 from agentrl_jax.orchestrate.metrics import MetricsWriter, Progressing, to_floats
 from agentrl_jax.orchestrate.pack import pack
-from agentrl_jax.orchestrate.run import WrittenConfig, algorithm_of, keep_config, lock, require_same
+from agentrl_jax.orchestrate.run import (
+  WrittenConfig,
+  algorithm_of,
+  export_adapter,
+  keep_config,
+  lock,
+  make_deliver,
+  require_same,
+  written_lora,
+)
 from agentrl_jax.rollout.episode import Limits, Play
 from agentrl_jax.rollout.records import Episode, Outcome, Task, from_json
 from agentrl_jax.rollout.scripted import Policy, demonstrate
@@ -38,7 +51,7 @@ EpisodeSource = Callable[[Path], Sequence[Episode]]  # of a model directory, for
 @dataclasses.dataclass(frozen=True)
 class Supervised:
   """One supervised run. `model` is a Hugging Face directory, made by `make_model` where absent;
-  `routers` is for mixtures of experts.
+  `routers` is for mixtures of experts. `remat`, `fp8` and `lora` as in `Experiment`.
   """
 
   model: str
@@ -55,6 +68,14 @@ class Supervised:
   dtype: str = "float32"
   routers: Routers = AS_CHECKPOINT
   checkpoint_every: int = 100
+  remat: Remat = save_everything
+  fp8: Fp8 | None = None
+  lora: Lora | None = None
+
+  @property
+  def products(self) -> Products:
+    """How products are computed, and what of them learns."""
+    return Products(self.fp8, self.lora)
 
   def __post_init__(self):
     at_least(
@@ -125,21 +146,27 @@ def train_supervised(
     plan.make_model(directory)
   model, mesh = load_model(directory), make_mesh(devices=None, **plan.mesh)
   episodes = trainable(plan.episodes(directory), model.config.vocab_size)
-  whose = {"kind": "supervised training", "seed": plan.seed, "model": fingerprint(directory)}
+  whose = {
+    "kind": "supervised training",
+    "seed": plan.seed,
+    "model": fingerprint(directory),
+    "adapters": written_lora(plan.lora),
+  }
   with lock(workdir), checkpoint.Saver(workdir / "checkpoints") as saver:
     latest = checkpoint.latest(workdir / "checkpoints")
     if latest is None:
-      state = make_state(model, plan.optimizer, mesh, directory=directory)
+      state = make_state(model, plan.optimizer, mesh, directory=directory, products=plan.products)
     else:
       require_same(latest, whose)
-      state, _ = checkpoint.restore(latest, abstract_state(model, plan.optimizer, mesh))
+      asked = abstract_state(model, plan.optimizer, mesh, products=plan.products)
+      state, _ = checkpoint.restore(latest, asked)
     if config is not None:
       keep_config(workdir, config, progress)
     metrics = MetricsWriter(workdir, resume_step=int(state.step))
     algorithm = algorithm_of(plan.algorithm, plan.routers, model)
     prepare = make_prepare(algorithm)
     dtype = jnp.dtype(plan.dtype)
-    evaluate = make_evaluate(model, mesh, rows=plan.micro_rows, dtype=dtype)
+    evaluate = make_evaluate(model, mesh, rows=plan.micro_rows, dtype=dtype, products=plan.products)
     update = make_step(
       model,
       plan.optimizer,
@@ -147,7 +174,9 @@ def train_supervised(
       mesh,
       micro_rows=plan.micro_rows,
       dtype=dtype,
+      remat=plan.remat,
       correction_rate=plan.routers.correction_rate,
+      products=plan.products,
     )
     make_batch = functools.partial(
       pack,
@@ -164,7 +193,9 @@ def train_supervised(
       zeros = np.zeros(packed.batch.tokens.shape, np.float32)
       aux = Aux(
         old_logp=zeros,  # pyright: ignore
-        routers=evaluate(state.weights, packed.batch).routers if balanced else None,
+        routers=evaluate(state.weights, packed.batch, None, state.beside).routers
+        if balanced
+        else None,
       )
       state, found = update(state, prepare(packed.batch, aux))
       values = to_floats(found)
@@ -176,7 +207,9 @@ def train_supervised(
     progress.update("supervised steps", plan.steps, plan.steps)
     metrics.close()
     trained = workdir / "model"
-    save_weights(model, state.weights, trained, dtype=jnp.float32, copy_from=directory)
+    whole = make_deliver(plan.products)(state)
+    save_weights(model, whole, trained, dtype=jnp.float32, copy_from=directory)
+    export_adapter(model, state, plan.lora, directory, workdir)
   return trained
 
 

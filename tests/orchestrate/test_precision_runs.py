@@ -14,6 +14,7 @@ from agentrl_jax.models import lora
 from agentrl_jax.models.hf import load_model
 from agentrl_jax.orchestrate import tiny
 from agentrl_jax.orchestrate.metrics import Progressing
+from agentrl_jax.orchestrate.supervised import train_supervised
 from agentrl_jax.orchestrate.sync_loop import train
 from configs import tiny_rl, tiny_sft, use_fp8_products, use_fp8_sampler, use_lora
 
@@ -73,7 +74,43 @@ def test_a_run_of_adapters_goes_on_and_leaves_both_forms(tmp_path):
   assert {leaf.shape[-1] for leaf in jax.tree.leaves(loaded)} == {4, 32}
 
 
-def test_what_is_no_experiment_is_refused():
-  for change in (use_lora, use_fp8_products, use_fp8_sampler):
-    with pytest.raises(ValueError, match="is for an Experiment, this configuration builds Superv"):
-      change(tiny_sft())
+def test_supervised_training_of_adapters_with_products_in_fp8(tmp_path):
+  """The base stays; the model written is the base and its adapters; a second start goes on."""
+  config = tiny_sft()
+  config.model, config.episodes.tasks.data_dir = str(tmp_path / "model"), str(tmp_path / "tasks")
+  config.make_model = fdl.Config(
+    tiny.tiny_llama, vocab_size=300, embed=32, layers=1, heads=2, kv_heads=1, ffw=64
+  )
+  config.episodes.count, config.episodes.tasks.train_tasks = 8, 8
+  config.episodes.tasks.held_out_tasks = 1
+  config.episodes_per_step, config.checkpoint_every = 4, 1
+  use_lora(config, rank=4, alpha=8.0, targets=TARGETS)
+  use_fp8_products(config, scaling="delayed")
+  for steps in (1, 2):
+    config.steps = steps
+    with Progressing(Console(quiet=True)) as progress:
+      trained = train_supervised(fdl.build(config), tmp_path / "run", progress)
+  rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+  assert [row["step"] for row in rows] == [0, 1] and rows[1]["loss"] > 0
+  adapters = load_file(tmp_path / "run/adapter" / lora.TENSORS)
+  before, after = (load_file(d / "model.safetensors") for d in (tmp_path / "model", trained))
+  changed = {name for name in before if np.any(before[name] != after[name])}
+  assert changed == {
+    "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight",
+  }  # fmt: skip
+  assert len(adapters) == 2 * len(changed)
+  config.lora.rank = 2
+  with (
+    Progressing(Console(quiet=True)) as progress,
+    pytest.raises(ValueError, match="of a run with adapters"),
+  ):
+    train_supervised(fdl.build(config), tmp_path / "run", progress)
+
+
+def test_what_they_do_not_serve_is_refused():
+  with pytest.raises(ValueError, match="is for Experiment, this configuration builds Supervised"):
+    use_fp8_sampler(tiny_sft())
+  other = fdl.Config(tiny.tiny_llama)
+  for change in (use_lora, use_fp8_products):
+    with pytest.raises(ValueError, match="for Experiment or Supervised, this configuration builds"):
+      change(other)
