@@ -16,6 +16,8 @@ from pathlib import Path
 
 from absl import flags
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 from tokenizers import Tokenizer
 
 from agentrl_jax.analysis.transcript import LEGEND, escape, overview, transcript
@@ -25,6 +27,7 @@ from launch import command
 STEP = flags.DEFINE_integer("step", None, "The step to read; default: the last one.", lower_bound=0)
 GROUP = flags.DEFINE_string("group", None, "Only this group.")
 ONLY = flags.DEFINE_enum("only", None, ["success", "failure", "fault"], "Only this outcome.")
+WIDEST = 200  # columns of the table of groups
 EPISODES = flags.DEFINE_integer("episodes", None, "At most this many.", lower_bound=0)
 
 
@@ -45,7 +48,9 @@ def main(arguments: Sequence[str]) -> int:
     for line in (f"{path}: {len(episodes)} episodes", notice, missing):
       if line:
         console.print(line, soft_wrap=True)
-    console.print(overview(episodes))
+    table = overview(episodes)
+    console.width = max(console.width, needed(console, table))
+    console.print(table)
     if console.is_terminal:
       console.print(f"tokens: {LEGEND}", style="dim")
     for episode in chosen:
@@ -56,6 +61,11 @@ def main(arguments: Sequence[str]) -> int:
       console.print("no episode to show")
   show(capture.get(), paged=console.is_terminal)
   return 0
+
+
+def needed(console: Console, table: Table) -> int:
+  """Columns for the whole table: lines that wrap can be read, numbers that are cut cannot."""
+  return Measurement.get(console, console.options.update(width=WIDEST), table).maximum
 
 
 def find_trajectories(path: Path, step: int | None) -> Path:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from rich import box
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
@@ -57,7 +58,7 @@ def overview(episodes: Sequence[Episode]) -> Table:
   groups: dict[str, list[Episode]] = {}
   for episode in episodes:
     groups.setdefault(episode.group_id, []).append(episode)
-  table = Table(show_edge=False, pad_edge=False)
+  table = Table(show_edge=False, pad_edge=False, box=box.SIMPLE_HEAD)
   table.add_column("group", overflow="fold")
   for name in ("episodes", "success", "failure", "fault", "reward", "spread", "turns", "tokens"):
     table.add_column(name, justify="right")

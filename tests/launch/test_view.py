@@ -85,7 +85,7 @@ def workdir(tmp_path):
   return tmp_path
 
 
-def view(*arguments: str) -> subprocess.CompletedProcess[str]:
+def view(*arguments: str, columns: int = 80) -> subprocess.CompletedProcess[str]:
   return subprocess.run(
     [sys.executable, "-m", "launch.view", *arguments],
     cwd=ROOT,
@@ -93,7 +93,13 @@ def view(*arguments: str) -> subprocess.CompletedProcess[str]:
     text=True,
     timeout=120,
     stdin=subprocess.DEVNULL,
+    env={**os.environ, "COLUMNS": str(columns)},
   )
+
+
+def test_a_narrow_terminal_cuts_no_number(workdir):
+  wide, narrow = view(str(workdir)), view(str(workdir), columns=40)
+  assert wide.stdout == narrow.stdout and "…" not in narrow.stdout
 
 
 def test_shows_the_last_step_with_table_turns_calls_and_advantages(workdir):
@@ -103,7 +109,7 @@ def test_shows_the_last_step_with_table_turns_calls_and_advantages(workdir):
   assert "step_000012.jsonl: 3 episodes" in out
   assert "\x1b" not in out  # plain where there is no terminal
   row = next(line for line in out.splitlines() if line.startswith("all"))
-  assert [cell.strip() for cell in row.split("│")[1:5]] == ["3", "1", "1", "1"]
+  assert row.split()[1:5] == ["3", "1", "1", "1"]
   assert "=== t0 success reward 1 · turns 1 · terminated" in out
   assert "reward 1 (correct 1) · advantage +0.50 · version 0]" in out
   assert '-> calc {"x": "1+2"}' in out
