@@ -239,7 +239,7 @@ def _start(arm: str, seed: int, scale: str, files: Files, found: tuple[int, IO])
         stdout=log,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
-        env=_environment(scale),
+        env=_environment(scale, files),
         pass_fds=(file.fileno(),),  # the core stays taken if this process is killed first
       )
     finally:
@@ -247,12 +247,17 @@ def _start(arm: str, seed: int, scale: str, files: Files, found: tuple[int, IO])
   return Worker(arm, seed, process, file, time.monotonic())
 
 
-def _environment(scale: str) -> dict[str, str]:
+def _environment(scale: str, files: Files) -> dict[str, str]:
+  """One thread, on a CPU; what one job compiled the others read."""
   path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
   xla = ONE_THREAD if scale == "cpu" else f"{ONE_THREAD} {QUICK_COMPILE}"
   fixed = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla, "PYTHONHASHSEED": "0", "PYTHONPATH": path}
   threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-  return {**os.environ, **fixed, **threads}
+  cache = {
+    "JAX_COMPILATION_CACHE_DIR": str((files.runs / "compiled").resolve()),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+  }
+  return {**cache, **os.environ, **fixed, **threads}
 
 
 def _ended(study: Study, worker: Worker, files: Files, progress: Bars) -> bool:
