@@ -1,4 +1,5 @@
-"""The flags by which one run covers several processes: one on each host of a pod or cluster.
+"""The flags by which one run covers several processes, one on each host of a pod or cluster, or
+several devices of a CPU.
 
 Every process runs the same command. `--coordinator=auto` reads what TPU pods, SLURM, Open MPI and
 GKE say of themselves; elsewhere `--coordinator=HOST:PORT --processes=N --process=I` says it.
@@ -20,6 +21,10 @@ COORDINATOR = flags.DEFINE_string(
 PROCESSES = flags.DEFINE_integer("processes", None, "How many processes the run has.")
 PROCESS = flags.DEFINE_integer("process", None, "Which of them this is, from 0.")
 
+CPU_DEVICES = flags.DEFINE_integer(
+  "cpu_devices", None, "Devices that JAX makes of this machine's CPU, for a mesh.", lower_bound=1
+)
+
 
 @contextlib.contextmanager
 def joined() -> Iterator[None]:
@@ -28,6 +33,8 @@ def joined() -> Iterator[None]:
   Raises ValueError where the flags do not say enough, RuntimeError if the others do not come within
   five minutes.
   """
+  if CPU_DEVICES.value is not None:
+    jax.config.update("jax_num_cpu_devices", CPU_DEVICES.value)
   if COORDINATOR.value is None:
     if PROCESSES.value is not None or PROCESS.value is not None:
       raise ValueError("--processes and --process need --coordinator=HOST:PORT")

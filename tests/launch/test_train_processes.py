@@ -1,6 +1,7 @@
 """`launch.train` over several processes: two learn as one does, and ends if the others differ."""
 
 import os
+import re
 import signal
 import socket
 
@@ -19,10 +20,12 @@ def free_port() -> int:
 
 def test_two_processes_train_as_one_does(whole, places, tmp_path):
   """Two processes with a device each, data parallel: the first plays, both learn."""
-  mesh, one_device = '--config=set:mesh={"data":2}', "--xla_force_host_platform_device_count=1"
+  mesh = '--config=set:mesh={"data":2}'
   pod = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--process"]
-  arguments = command(tmp_path / "run", mesh, "--config=set:batch.micro_rows=2", *pod)
-  environment = {**places, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {one_device}"}
+  batch = "--config=set:batch.micro_rows=2"
+  arguments = command(tmp_path / "run", mesh, batch, "--cpu_devices=1", *pod)
+  flags = re.sub("--xla_force_host_platform_device_count=[0-9]+", "", os.environ["XLA_FLAGS"])
+  environment = {**places, "XLA_FLAGS": flags}
   both = [start([*arguments, str(i)], **environment) for i in range(2)]
   for process, said in zip(both, (True, False), strict=True):
     code, output = finish(process)
