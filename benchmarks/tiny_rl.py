@@ -46,7 +46,7 @@ STEPS = flags.DEFINE_integer("steps", 5, "Measured steps.", lower_bound=1)
 SMOKE = flags.DEFINE_bool("smoke", False, "Small, one step: does it run? Nothing is written.")
 OUTPUT = flags.DEFINE_string("output", "benchmarks/results/tiny_rl.json", "JSON file.")
 COMPILING = 2
-PROMPT_TOKENS = 10  # of the peer; ours have 8 to 14, and answers of the environment between turns
+PROMPT_TOKENS = 10  # of the peer; the rest of our limit is its completion
 AREAS = ("sampler", "rollout", "envs", "orchestrate", "learner", "transfer", "models")
 
 
