@@ -11,12 +11,16 @@ from agentrl_jax.models.model import Weights
 
 WeightsMask = Callable[[Weights], Any]  # weights -> same tree of bools
 
-NOT_DECAYED = ("norm", "bias", "embed", "correction", "decay_log")
+NOT_DECAYED = (
+  *("norm", "bias", "embed", "correction", "decay_log"),
+  *("mixing_scale", "sinks", "table"),
+)
 
 
 def decayed(weights: Weights) -> Any:
-  """True for weights that decay: all but norms, biases, embeddings, the corrections of routers and
-  the delta rule's own rates, by the names in the tree. An output head of its own decays.
+  """True for weights that decay: all but norms, biases, embeddings, sinks, the scales of residual
+  streams, the corrections and tables of routers and the delta rule's own rates, by the names in the
+  tree. An output head of its own decays.
   """
 
   def decays(path: Any, _: Any) -> bool:

@@ -30,6 +30,7 @@ DTYPE_NAMES = {
   np.dtype(np.float32): "F32",
   np.dtype(np.float16): "F16",
   np.dtype(ml_dtypes.bfloat16): "BF16",
+  np.dtype(np.int64): "I64",
 }
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -94,7 +95,7 @@ class TensorFiles:
     return tuple(self._files[name].get_slice(name).get_shape())
 
   def dtype(self, name: str) -> np.dtype:
-    """Raises ValueError for a stored type other than float32, float16 and bfloat16."""
+    """Raises ValueError for a stored type other than float32, float16, bfloat16 and int64."""
     stored = self._files[name].get_slice(name).get_dtype()
     if stored not in _DTYPES:
       raise ValueError(

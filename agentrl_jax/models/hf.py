@@ -17,6 +17,7 @@ import numpy as np
 
 from agentrl_jax.models import (
   deepseek_v3,
+  deepseek_v4,
   gemma3,
   glm4_moe,
   llama,
@@ -38,6 +39,7 @@ from agentrl_jax.models.model import Model, ParamSpec, Rule, Weights, is_spec, p
 
 _ARCHITECTURES: Mapping[str, Callable[[Mapping[str, Any]], Model]] = {
   "DeepseekV3ForCausalLM": deepseek_v3.from_hf,
+  "DeepseekV4ForCausalLM": deepseek_v4.from_hf,
   "Gemma3ForCausalLM": gemma3.from_hf,
   "Glm4MoeForCausalLM": glm4_moe.from_hf,
   "LlamaForCausalLM": llama.from_hf,
@@ -179,7 +181,7 @@ def pairs(model: Model) -> list[tuple[ParamSpec, Rule]]:
 
 
 def _held(rule: Rule, dtype: Any) -> np.dtype:
-  return np.dtype(np.float32) if rule.float32 else np.dtype(dtype)
+  return np.dtype(np.float32) if rule.float32 or rule.whole else np.dtype(dtype)
 
 
 def _hf_shape(spec: ParamSpec, rule: Rule) -> tuple[int, ...]:
@@ -203,8 +205,13 @@ def _check(model: Model, files: TensorFiles) -> None:
     if wrong:
       listed = ", ".join(sorted(wrong)[:5]) + (", ..." if len(wrong) > 5 else "")
       raise ValueError(f"{files.directory}: {len(wrong)} {problem} tensors: {listed}")
+  whole = {name for spec, rule in pairs(model) if rule.whole for name in names(rule, spec)}
   for name, shape in expected.items():
-    files.dtype(name)
+    if (files.dtype(name) == np.int64) != (name in whole):
+      wanted = "I64" if name in whole else "a floating-point type"
+      raise ValueError(
+        f"{files.directory}: {name} is stored as {files.dtype(name)}, expected {wanted}"
+      )
     if files.shape(name) != shape:
       raise ValueError(f"{files.directory}: {name} has shape {files.shape(name)}, expected {shape}")
 
@@ -227,7 +234,7 @@ def _read_box(
 def _entries(model: Model, weights: Weights, dtype: np.dtype) -> Iterator[TensorEntry]:
   """Every Hugging Face tensor of the weights, each fetched to the host when its turn comes."""
   for (spec, rule), array in zip(pairs(model), jax.tree.leaves(weights), strict=True):
-    stored = _held(rule, dtype)
+    stored = np.dtype(np.int64) if rule.whole else _held(rule, dtype)
     for index in indices(rule, spec):
 
       def read(

@@ -318,5 +318,15 @@ def mlp(
   *,
   matmul: Matmul,
   activation: Callable[[Array], Array] = jax.nn.silu,
+  limit: float | None = None,
 ) -> Float[Array, "B T D"]:
-  return matmul(activation(matmul(x, weights.gate)) * matmul(x, weights.up), weights.down)
+  """`limit` as of `clamped`."""
+  gate, up = clamped(matmul(x, weights.gate), matmul(x, weights.up), limit)
+  return matmul(activation(gate) * up, weights.down)
+
+
+def clamped(gate: Array, up: Array, limit: float | None) -> tuple[Array, Array]:
+  """What an MLP activates and multiplies: at most `limit` where given, `up` at least -limit."""
+  if limit is None:
+    return gate, up
+  return jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)

@@ -17,7 +17,10 @@ from jaxtyping import Array, Float, Int
 Weights = Any  # pytree of arrays, or of ParamSpec, of one family's `flax.struct` dataclasses
 Cache = Any  # pytree of arrays with the row axis first, one entry per layer
 # Names of weights whose steps bfloat16 cannot tell apart, or that decide over many positions.
-KEEP_FLOAT32 = ("correction", "decay_log", "decay_bias")
+KEEP_FLOAT32 = (
+  *("correction", "decay_log", "decay_bias"),
+  *("mixing", "mixing_bias", "mixing_scale", "place_bias", "sinks", "table"),
+)
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]  # (key, shape, dtype)
 
 
@@ -54,6 +57,7 @@ class Rule(NamedTuple):
   perm: tuple[int, ...]
   first_layer: int = 0
   float32: bool = False  # stored so, whatever the rest of a checkpoint is stored as
+  whole: bool = False  # whole numbers, stored as int64; here in float32, which holds them exactly
   numbers: tuple[int, ...] | None = None  # of the layers, where they do not follow each other
 
   def tensor(self, index: tuple[int, ...]) -> str:
@@ -191,8 +195,8 @@ class Model:
 
 
 def unstack(weights: Weights) -> Weights:
-  """The same weights with `layers` as a tuple of one tree a layer, instead of stacked arrays, and
-  `dense_layers` and `linear_layers` where a family has those.
+  """The same weights with `layers`, and each other stack whose name ends so, as a tuple of one tree
+  a layer instead of stacked arrays.
 
   `decode` takes both; this form saves it a copy of every layer's weights in every call.
   """
@@ -204,8 +208,8 @@ def unstack(weights: Weights) -> Weights:
     count = leaves[0].shape[0] if leaves else 0
     return tuple(jax.tree.map(lambda w, i=index: w[i], stacked) for index in range(count))
 
-  names = ("dense_layers", "linear_layers", "layers")
-  stacks = [name for name in names if hasattr(weights, name)]
+  names = [field.name for field in dataclasses.fields(weights)]
+  stacks = [name for name in names if name.endswith("layers")]
   return weights.replace(**{name: split(getattr(weights, name)) for name in stacks})
 
 

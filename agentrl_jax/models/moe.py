@@ -47,7 +47,18 @@ class Sigmoid:
   scale: float  # of the weights
 
 
-Router = Softmax | Sigmoid
+@dataclasses.dataclass(frozen=True)
+class RootSoftplus:
+  """The K largest of the root of the softplus, plus a correction as of `Sigmoid` where there is
+  one; weights are without it and sum to `scale` (DeepSeek V4, as transformers has it).
+  """
+
+  experts_per_token: int
+  scale: float
+  normalized: bool = True
+
+
+Router = Softmax | Sigmoid | RootSoftplus
 
 
 class Choice(NamedTuple):
@@ -73,12 +84,13 @@ class Experts:
   gate: Float[Array, "E D F"]
   up: Float[Array, "E D F"]
   down: Float[Array, "E F D"]
+  limit: float | None = flax.struct.field(pytree_node=False, default=None)  # as of `layers.clamped`
 
 
 @flax.struct.dataclass
 class MoE:
   router: Float[Array, "D E"]
-  correction: Float[Array, "E"] | None  # of a `Sigmoid` router; its gradient is zero
+  correction: Float[Array, "E"] | None  # of a router that has one; its gradient is zero
   experts: Experts
   shared: layers.MLP | None  # an expert of every token
   shared_gate: Float[Array, "D 1"] | None = None  # whose sigmoid weights the shared expert
@@ -94,8 +106,17 @@ class MoE:
     shared_ffw: int,
     router: Router,
     gated: bool = False,
+    corrected: bool | None = None,
+    limit: float | None = None,
   ) -> "MoE":
-    """Specs of `depth` layers; `shared_ffw` is 0 for no shared expert, which may be `gated`."""
+    """Specs of `depth` layers.
+
+    Args:
+      shared_ffw: 0 for no shared expert.
+      gated: whether the shared expert is.
+      corrected: whether routers have a correction; by default those that are `Sigmoid`.
+      limit: of what every expert activates, see `layers.clamped`.
+    """
 
     def spec(inputs: int, outputs: int, axes: tuple[str, str]) -> Any:
       shape, axes_ = (depth, experts, inputs, outputs), ("layers", "experts", *axes)
@@ -103,11 +124,11 @@ class MoE:
 
     wide = spec(embed, ffw, ("embed", "ffw"))
     gate = param((depth, embed, 1), ("layers", "embed", None), layers.scaled_normal)
-    corrected = isinstance(router, Sigmoid)
+    corrected = isinstance(router, Sigmoid) if corrected is None else corrected
     return cls(
       router=param((depth, embed, experts), ("layers", "embed", None), layers.scaled_normal),
       correction=param((depth, experts), ("layers", None), layers.zeros) if corrected else None,
-      experts=Experts(gate=wide, up=wide, down=spec(ffw, embed, ("ffw", "embed"))),
+      experts=Experts(gate=wide, up=wide, down=spec(ffw, embed, ("ffw", "embed")), limit=limit),
       shared=layers.MLP.abstract(depth, embed, shared_ffw) if shared_ffw else None,
       shared_gate=gate if gated else None,
     )
@@ -149,6 +170,10 @@ def choose(
   if isinstance(router, Softmax):
     score = probability = jax.nn.softmax(logits, axis=-1)
     wanted = score
+  elif isinstance(router, RootSoftplus):
+    score = jnp.sqrt(jax.nn.softplus(logits))
+    probability = score / jnp.sum(score, axis=-1, keepdims=True)
+    wanted = score if correction is None else score + correction.astype(score.dtype)[None, None]
   else:
     assert correction is not None
     score = jax.nn.sigmoid(logits)
@@ -162,7 +187,7 @@ def choose(
   weight = jnp.take_along_axis(score, expert, axis=-1)
   if router.normalized:
     weight = weight / (jnp.sum(weight, axis=-1, keepdims=True) + 1e-20)
-  scale = router.scale if isinstance(router, Sigmoid) else 1.0
+  scale = 1.0 if isinstance(router, Softmax) else router.scale
   return Choice(expert, weight * scale, probability)
 
 
@@ -198,7 +223,7 @@ def moe(
   expert = jnp.where(real[..., None], choice.expert, NOWHERE)
   mixed = compute(_plain(weights.experts, x.dtype), x, expert, choice.weight)
   if weights.shared is not None:
-    shared = layers.mlp(weights.shared, x, matmul=matmul)
+    shared = layers.mlp(weights.shared, x, matmul=matmul, limit=weights.experts.limit)
     if weights.shared_gate is not None:
       shared = shared * jax.nn.sigmoid(matmul(x, weights.shared_gate))
     mixed = mixed + shared
@@ -211,7 +236,7 @@ def _plain(experts: Experts, dtype: Any) -> Experts:
   def one(weight: Any) -> Array:
     return weight if isinstance(weight, Array) else layers.plain(weight, dtype)
 
-  return Experts(one(experts.gate), one(experts.up), one(experts.down))
+  return Experts(one(experts.gate), one(experts.up), one(experts.down), experts.limit)
 
 
 def sums_of(
@@ -253,8 +278,9 @@ def compute_experts(
   back = jnp.zeros_like(order).at[order].set(place, unique_indices=True)
   sizes = _counts(last, experts)
   rows = _dispatch(flat, order, back, count)
-  gate = grouped_matmul(rows, weights.gate, sizes)
-  hidden = jax.nn.silu(gate) * grouped_matmul(rows, weights.up, sizes)
+  both = (grouped_matmul(rows, w, sizes) for w in (weights.gate, weights.up))
+  gate, up = layers.clamped(*both, weights.limit)
+  hidden = jax.nn.silu(gate) * up
   made = _restore(grouped_matmul(hidden, weights.down, sizes), order, back)
   made = made.reshape(*expert.shape, -1)
   summed = jnp.einsum(
@@ -309,7 +335,8 @@ def sharded_experts(mesh: Mesh, *, rules: Rules = RULES) -> ComputeExperts:
       return partition(ParamSpec(weight.shape, None, axes, layers.zeros), mesh, rules=rules)
 
     wide = of(weights.gate, "experts", "embed", "ffw")
-    return Experts(gate=wide, up=wide, down=of(weights.down, "experts", "ffw", "embed"))
+    down = of(weights.down, "experts", "ffw", "embed")
+    return Experts(gate=wide, up=wide, down=down, limit=weights.limit)
 
   def compute(weights: Experts, x: Array, expert: Array, weight: Array) -> Array:
     specs = spread(weights)
@@ -336,6 +363,7 @@ def _on_device(specs: Experts, weights: Experts, x: Array, expert: Array, weight
       gate=gather(weights.gate, axis=1),
       up=gather(weights.up, axis=1),
       down=gather(weights.down, axis=2),
+      limit=weights.limit,
     )
   if experts_axis:
     gather = functools.partial(jax.lax.all_gather, axis_name=experts_axis, axis=0, tiled=True)
