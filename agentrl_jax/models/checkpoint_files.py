@@ -77,7 +77,7 @@ class TensorFiles:
       names = [single]
     else:
       raise FileNotFoundError(f"{self.directory}: expected {single} or {INDEX_NAME}, found neither")
-    self._files = {}
+    self._files, self._paths = {}, {}
     for name in names:
       path = self.directory / name
       if not path.is_file():
@@ -87,6 +87,7 @@ class TensorFiles:
       except safetensors.SafetensorError as error:
         raise ValueError(f"{path}: not a whole safetensors file: {error}") from error
       self._files |= {tensor: handle for tensor in handle.keys()}  # noqa: SIM118 (not a mapping)
+      self._paths |= {tensor: path for tensor in handle.keys()}  # noqa: SIM118
 
   def names(self) -> set[str]:
     return set(self._files)
@@ -94,9 +95,22 @@ class TensorFiles:
   def shape(self, name: str) -> tuple[int, ...]:
     return tuple(self._files[name].get_slice(name).get_shape())
 
+  def stored(self, name: str) -> str:
+    """The format's name of the type that a tensor is stored as."""
+    return self._files[name].get_slice(name).get_dtype()
+
+  def read_bytes(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+    """Rows of a tensor whose numbers have one byte each, as unsigned bytes: numpy knows no FP8."""
+    path = self._paths[name]
+    with path.open("rb") as file:
+      size = int.from_bytes(file.read(8), "little")
+      start, _ = json.loads(file.read(size))[name]["data_offsets"]
+    shape = self.shape(name)
+    return np.array(np.memmap(path, np.uint8, "r", 8 + size + start, shape)[rows])
+
   def dtype(self, name: str) -> np.dtype:
     """Raises ValueError for a stored type other than float32, float16, bfloat16 and int64."""
-    stored = self._files[name].get_slice(name).get_dtype()
+    stored = self.stored(name)
     if stored not in _DTYPES:
       raise ValueError(
         f"{self.directory}: {name} is stored as {stored}, expected {sorted(_DTYPES)}"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from agentrl_jax.models import decoder, deepseek_v4_decoder, hf_config, moe
+from agentrl_jax.models.block_scaled import BlockScaled
 from agentrl_jax.models.checkpoint_files import TensorFiles
 from agentrl_jax.models.deepseek_v4_decoder import (
   HASHED,
@@ -118,9 +119,11 @@ def _rule(name: str, path: tuple[str, ...], numbers: tuple[int, ...] | None) -> 
   )
 
 
-class PublishedNames:
+class PublishedFiles:
   """The tensors of a `TensorFiles` by the names of the published checkpoints, of which transformers
   writes some otherwise; those that predict further tokens (`mtp.`) are passed over.
+
+  Weights in FP8 or FP4 beside which there are scales of blocks are dequantised as they are read.
   """
 
   _RENAMED = (
@@ -133,8 +136,8 @@ class PublishedNames:
 
   def __init__(self, files: TensorFiles):
     self.directory = files.directory
-    self._files = files
-    self._theirs = {self._published(name): name for name in files.names()}
+    self._files = BlockScaled(files)
+    self._theirs = {self._published(name): name for name in self._files.names()}
 
   def _published(self, name: str) -> str:
     for pattern, replacement in self._RENAMED:
@@ -162,7 +165,6 @@ _FIXED = {
   "n_shared_experts": 1,
   "norm_topk_prob": True,
   "num_key_value_heads": 1,
-  "quantization_config": None,
   "scoring_func": "sqrtsoftplus",
   "tie_word_embeddings": False,
   "topk_method": "noaux_tc",
@@ -188,7 +190,7 @@ _REQUIRED = {"head_dim", *_FIELDS, *_ROUTER}
 _OTHERS = {
   *("compress_rate_csa", "compress_rate_hca", "compress_rates", "compress_ratios"),
   *("compress_rope_theta", "layer_types", "mlp_layer_types", "num_hash_layers"),
-  *("partial_rotary_factor", "qk_rope_head_dim"),
+  *("partial_rotary_factor", "qk_rope_head_dim", "quantization_config"),
 }
 # Of how experts were quantised, and of transformers' own training; they change nothing here.
 _IGNORED = {
@@ -223,6 +225,11 @@ def from_hf(fields: Mapping[str, Any]) -> Model:
   missing = sorted(_REQUIRED - set(fields))
   if missing:
     raise ValueError(f"config fields {missing} are missing")
+  quantized = fields.get("quantization_config") or {}
+  if quantized.get("quant_method", "fp8") != "fp8":
+    raise ValueError(
+      f"config field quantization_config={quantized!r} is not supported, expected fp8"
+    )
   sizes = hf_config.read_sizes(fields)
   for implied in ("ffw", "kv_heads"):
     del sizes[implied]
@@ -341,7 +348,7 @@ def to_hf(config: Config) -> dict[str, Any]:
     "num_hash_layers": second.count(HASHED),
     **{name: getattr(config, ours) for name, ours in _FIELDS.items()},
     **{name: getattr(config.router, ours) for name, ours in _ROUTER.items()},
-    **{name: value for name, value in _FIXED.items() if value is not None},
+    **_FIXED,
   }
 
 
@@ -356,6 +363,6 @@ _FAMILY = Family(
   rules=rules,
   to_hf=to_hf,
   units=deepseek_v4_decoder.units,
-  checkpoint=PublishedNames,
+  checkpoint=PublishedFiles,
   whole_prefixes=True,
 )

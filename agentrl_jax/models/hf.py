@@ -138,7 +138,9 @@ def save_weights(
       copied = _copy_settings(pathlib.Path(copy_from), partial)
       # One that wraps the text model's describes other models, too, whose weights are not here.
       fields = fields if "text_config" in copied else copied
-    fields = {name: value for name, value in fields.items() if name != "dtype"}
+    # What was read from quantised files is written as it was trained.
+    left_out = ("dtype", "expert_dtype", "quantization_config")
+    fields = {name: value for name, value in fields.items() if name not in left_out}
     fields["torch_dtype"] = stored.name
     (partial / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 

@@ -67,6 +67,8 @@ def assemblies(
   """
   made = []
   for rule in rules:
+    if rule.whole:
+      raise ValueError(f"{rule.name}: whole numbers, which are not pushed to servers")
     src = ".".join(rule.path)
     if src not in shapes:
       raise ValueError(f"{rule.name}: its source {src} is not in the weight tree")

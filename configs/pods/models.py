@@ -3,7 +3,7 @@
 Sizes are those of each model's config.json on huggingface.co.
 """
 
-from agentrl_jax.models import glm4_moe, qwen3, qwen3_5, qwen3_moe
+from agentrl_jax.models import deepseek_v4, glm4_moe, qwen3, qwen3_5, qwen3_moe
 from agentrl_jax.models.model import Model
 
 _QWEN3 = {
@@ -118,5 +118,50 @@ def glm_4_5_air() -> Model:
       "num_nextn_predict_layers": 1,
       "routed_scaling_factor": 1.0,
       "topk_group": 1,
+    }
+  )
+
+
+def deepseek_v4_flash() -> Model:
+  """https://huggingface.co/deepseek-ai/DeepSeek-V4-Flash, dequantised"""
+  return deepseek_v4.from_hf(
+    {
+      "vocab_size": 129280,
+      "hidden_size": 4096,
+      "moe_intermediate_size": 2048,
+      "num_hidden_layers": 43,
+      "num_attention_heads": 64,
+      "head_dim": 512,
+      "qk_rope_head_dim": 64,
+      "q_lora_rank": 1024,
+      "o_groups": 8,
+      "o_lora_rank": 1024,
+      "sliding_window": 128,
+      "compress_ratios": [0, 0, 4, *[128, 4] * 20, 0],
+      "compress_rope_theta": 160000,
+      "index_n_heads": 64,
+      "index_head_dim": 128,
+      "index_topk": 512,
+      "hc_mult": 4,
+      "hc_sinkhorn_iters": 20,
+      "hc_eps": 1e-6,
+      "num_hash_layers": 3,
+      "n_routed_experts": 256,
+      "num_experts_per_tok": 6,
+      "num_nextn_predict_layers": 1,
+      "routed_scaling_factor": 1.5,
+      "swiglu_limit": 10.0,
+      "max_position_embeddings": 1048576,
+      "rope_theta": 10000,
+      "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "original_max_position_embeddings": 65536,
+        "beta_fast": 32,
+        "beta_slow": 1,
+      },
+      "rms_norm_eps": 1e-6,
+      "bos_token_id": 0,
+      "eos_token_id": 1,
     }
   )

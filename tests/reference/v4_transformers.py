@@ -43,12 +43,14 @@ CASES = {  # attention and experts of each layer; the length of rows
 NARROW = {"v4"}  # stored as bfloat16 in several files
 PUBLISHED = (  # names of modules to names of the published checkpoints
   (r"^model\.", ""), (r"^lm_head", "head"), (r"^embed_tokens", "embed"),
-  (r"^hc_head\.hc_", "hc_head_"), (r"(attn|ffn)_hc\.", r"hc_\1_"), (r"self_attn\.sinks", "self_attn.attn_sink"),
-  (r"\.compressor\.indexer\.scorer", ".indexer"), (r"\.compressor\.indexer\.q_b_proj", ".indexer.wq_b"),
-  (r"\.compressor\.indexer\.", ".indexer.compressor."), (r"compressor\.kv_norm", "compressor.norm"),
-  ("position_bias", "ape"), ("self_attn", "attn"), ("mlp", "ffn"), ("input_layernorm", "attn_norm"),
-  ("post_attention_layernorm", "ffn_norm"), ("q_a_norm", "q_norm"),
-  (r"attn\.q_([ab])_proj", r"attn.wq_\1"), (r"o_([ab])_proj", r"wo_\1"), ("kv_proj", "wkv"),
+  (r"^hc_head\.hc_", "hc_head_"), (r"(attn|ffn)_hc\.", r"hc_\1_"),
+  (r"self_attn\.sinks", "self_attn.attn_sink"), (r"\.compressor\.indexer\.scorer", ".indexer"),
+  (r"\.compressor\.indexer\.q_b_proj", ".indexer.wq_b"),
+  (r"\.compressor\.indexer\.", ".indexer.compressor."),
+  (r"compressor\.kv_norm", "compressor.norm"), ("position_bias", "ape"), ("self_attn", "attn"),
+  ("mlp", "ffn"), ("input_layernorm", "attn_norm"), ("post_attention_layernorm", "ffn_norm"),
+  ("q_a_norm", "q_norm"), (r"attn\.q_([ab])_proj", r"attn.wq_\1"),
+  (r"o_([ab])_proj", r"wo_\1"), ("kv_proj", "wkv"),
   (r"compressor\.gate_proj", "compressor.wgate"), (r"experts\.gate_proj", "experts.w1"),
   (r"experts\.down_proj", "experts.w2"), (r"experts\.up_proj", "experts.w3"),
 )  # fmt: skip
@@ -151,7 +153,9 @@ def main() -> None:
   if len(sys.argv) > 2:
     model = read(pathlib.Path(sys.argv[2]))
     tokens = torch.arange(46).reshape(2, 23) % model.config.vocab_size
-    np.savez(out / "logp.npz", tokens=tokens.numpy(), logp=log_probs(model, tokens).detach().numpy())
+    np.savez(
+      out / "logp.npz", tokens=tokens.numpy(), logp=log_probs(model, tokens).detach().numpy()
+    )
     return
   for name, (kinds, experts, length) in CASES.items():
     save_case(out, name, kinds, experts, length)
