@@ -10,6 +10,7 @@ where blocks overlap), Q the latent of queries, J heads and I dimensions of the 
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -152,7 +153,7 @@ def compress(
     keys = jnp.concatenate([part(key, early, before), keys], axis=2)
     weight = jnp.concatenate([jnp.where(there, gates(early, before), _LOW), weight], axis=2)
   mean = jnp.sum(keys * jax.nn.softmax(weight, axis=2), axis=2)
-  normed = norm(mean, weights.norm, sight.norm_epsilon)
+  normed = layers.wide_norm(mean, weights.norm, sight.norm_epsilon)
   by = sight.rotation(jnp.maximum(blocks.number, 0) * size)
   return turn(normed[:, :, None], by)[:, :, 0].astype(made.dtype)
 
@@ -164,12 +165,6 @@ def _gathered(
   index = first[:, :, None] + jnp.arange(size, dtype=first.dtype)[None, None]
   flat = jnp.clip(index, 0, x.shape[1] - 1).reshape(len(x), -1, 1)
   return jnp.take_along_axis(x, flat, axis=1).reshape(*index.shape, x.shape[-1])
-
-
-def norm(x: Float[Array, "... H"], scale: Float[Array, "H"], epsilon: float) -> Array:
-  """RMS norm, multiplied by its scale in float32."""
-  wide = x.astype(jnp.float32)
-  return layers.rms_norm(wide, scale.astype(jnp.float32), epsilon).astype(x.dtype)
 
 
 def turn(x: Float[Array, "B T N H"], by: Rotation, *, back: bool = False) -> Array:
@@ -273,11 +268,15 @@ def _attend(
   return jnp.einsum("bnts,bsh->btnh", (weight / total).astype(key.dtype), key)
 
 
+# (weights, x [B T D], latent [B T Q], query [B T N H], key [B T H]) -> (mixed [B T N H], kept)
+See = Callable[[Attention, Array, Array, Array, Array], tuple[Array, Any]]
+
+
 def attention(
   weights: Attention,
   x: Float[Array, "B T D"],
   by: Rotation,
-  see: Any,
+  see: See,
   *,
   heads: int,
   groups: int,
@@ -288,14 +287,13 @@ def attention(
 
   Args:
     by: of the positions of x, in the way of this kind of layer.
-    see: `see_row` or `see_cache` of a layer: (weights, x, latent, query, key) -> (mixed [B T N H],
-      kept).
+    see: `see_row` or `see_cache`, all but its last five arguments given.
   """
-  latent = norm(matmul(x, weights.query_down), weights.query_norm, norm_epsilon)
+  latent = layers.wide_norm(matmul(x, weights.query_down), weights.query_norm, norm_epsilon)
   query = matmul(latent, weights.query).reshape(*x.shape[:2], heads, -1)
   ones = jnp.ones(query.shape[-1:], jnp.float32)
-  query = turn(norm(query, ones, norm_epsilon), by)
-  key = norm(matmul(x, weights.key), weights.key_norm, norm_epsilon)
+  query = turn(layers.wide_norm(query, ones, norm_epsilon), by)
+  key = layers.wide_norm(matmul(x, weights.key), weights.key_norm, norm_epsilon)
   key = turn(key[:, :, None], by)[:, :, 0]
   mixed, kept = see(weights, x, latent, query, key)
   # The value was rotated with the key: turned back, it depends on the distance alone.

@@ -8,13 +8,13 @@ of its own.
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from agentrl_jax.models import (
   attention,
@@ -224,15 +224,20 @@ def units(config: Config) -> Mapping[str, int]:
 
 
 def _attend(
-  config: Config, kind: str, half: AttentionHalf, x: Float[Array, "B T S D"], see: Any, by: Any,
+  config: Config,
+  kind: str,
+  half: AttentionHalf,
+  x: Float[Array, "B T S D"],
+  see: compressed_attention.See,
+  by: layers.Rotation,
   matmul: Matmul,
-) -> tuple[Float[Array, "B T S D"], Any]:  # fmt: skip
+) -> tuple[Float[Array, "B T S D"], Any]:
   """The streams after a half of attention, and what `see` kept."""
   with jax.named_scope("attention"):
     inner, ways = hyper.enter(half.mix, x, config.mix)
     made, kept = compressed_attention.attention(
       half.attention,
-      compressed_attention.norm(inner, half.norm, config.norm_epsilon),
+      layers.wide_norm(inner, half.norm, config.norm_epsilon),
       by,
       see,
       heads=config.heads,
@@ -244,15 +249,21 @@ def _attend(
 
 
 def _mix_experts(
-  config: Config, half: ExpertHalf, x: Float[Array, "B T S D"], tokens: Array, real: Array,
-  told: Array | None, experts: moe.ComputeExperts, matmul: Matmul,
-) -> tuple[Float[Array, "B T S D"], Any]:  # fmt: skip
+  config: Config,
+  half: ExpertHalf,
+  x: Float[Array, "B T S D"],
+  tokens: Int[Array, "B T"],
+  real: Bool[Array, "B T"],
+  told: Int[Array, "B T K"] | None,
+  experts: moe.ComputeExperts,
+  matmul: Matmul,
+) -> tuple[Float[Array, "B T S D"], Any]:
   """The streams after a half of experts, and what its router did."""
   with jax.named_scope("moe"):
     if half.table is not None:
       told = jnp.round(half.table[tokens]).astype(jnp.int32)
     inner, ways = hyper.enter(half.mix, x, config.mix)
-    normed = compressed_attention.norm(inner, half.norm, config.norm_epsilon)
+    normed = layers.wide_norm(inner, half.norm, config.norm_epsilon)
     made, did = moe.moe(config.router, half.moe, normed, real, told, compute=experts, matmul=matmul)
     return hyper.leave(x, made, ways), did
 
@@ -264,11 +275,11 @@ def _streams(config: Config, weights: V4Weights, tokens: Array, dtype: Any) -> A
 
 def _hidden(config: Config, weights: V4Weights, x: Float[Array, "B T S D"]) -> Array:
   joined = hyper.end(weights.end, x, config.mix)
-  return compressed_attention.norm(joined, weights.final_norm, config.norm_epsilon)
+  return layers.wide_norm(joined, weights.final_norm, config.norm_epsilon)
 
 
-# (kinds of a layer, x [B T S D], its halves, the second with its replay) -> (x, of its router)
-_Layer = Callable[[tuple[str, str], Array, tuple[AttentionHalf, Any]], tuple[Array, Any]]
+# (x [B T S D], the halves of a layer, of experts with its replay) -> (x, what its router did)
+_Layer = Callable[[Array, tuple[AttentionHalf, tuple[ExpertHalf, Any]]], tuple[Array, Any]]
 
 
 def forward_routed(
@@ -313,35 +324,26 @@ def forward_routed(
     return x, did if kinds[1] == ROUTED else None
 
   bodies = {kinds: remat(functools.partial(layer, kinds)) for kinds in set(config.order)}
-  stacks = {kind: (getattr(weights, name), None) for kind, name in STACKS.items()}
-  stacks |= {kind: stacks[kind][0] for kind in (WINDOW, SPARSE, HEAVY)}
-  stacks[ROUTED] = weights.layers, None if replay is None else jnp.moveaxis(replay, 2, 0)
-
-  def run(order: Order, each: Mapping[str, Iterator[Any]], x: Array) -> tuple[Array, list[Any]]:
-    done = []
-    for kinds in order:
-      x, did = bodies[kinds](x, (next(each[kinds[0]]), next(each[kinds[1]])))
-      done += [] if did is None else [did]
-    return x, done
-
+  stacks = {kind: getattr(weights, name) for kind, name in STACKS.items()}
+  told = None if replay is None else jnp.moveaxis(replay, 2, 0)
+  stacks |= {HASHED: (stacks[HASHED], None), ROUTED: (stacks[ROUTED], told)}
   first, period = _folding(config.order)
-  each, rest = _taken(stacks, config.order[:first])
-  x, done = run(config.order[:first], each, _streams(config, weights, tokens, dtype))
-  parts = [jax.tree.map(lambda *made: jnp.stack(made), *done)] if done else []
+  x = _streams(config, weights, tokens, dtype)
+  x, did, rest = _run(bodies, config.order[:first], stacks, x)
+  parts = [did]
   if period:
-    order = config.order[first : first + period]
-    count = (config.layers - first) // period
+    order, count = config.order[first : first + period], (config.layers - first) // period
 
     def repetition(x: Array, stacks: Mapping[str, Any]) -> tuple[Array, Any]:
-      x, done = run(order, _taken(stacks, order)[0], x)
-      return x, jax.tree.map(lambda *made: jnp.stack(made), *done) if done else None
+      x, did, _ = _run(bodies, order, stacks, x)
+      return x, did
 
     used = {kind: stack for kind, stack in rest.items() if any(kind in kinds for kinds in order)}
     folded = jax.tree.map(lambda w: w.reshape(count, -1, *w.shape[1:]), used)
     x, did = jax.lax.scan(repetition, x, folded)
-    if did is not None:
-      parts.append(jax.tree.map(lambda made: made.reshape(-1, *made.shape[2:]), did))
-  sums, expert = jax.tree.map(lambda *made: jnp.concatenate(made), *parts)
+    parts.append(jax.tree.map(lambda made: made.reshape(-1, *made.shape[2:]), did))
+  known = [part for part in parts if part is not None]
+  sums, expert = jax.tree.map(lambda *made: jnp.concatenate(made), *known)
   routing = moe.Routing(sums=sums, expert=jnp.moveaxis(expert, 0, 2))
   return _hidden(config, weights, x), routing
 
@@ -364,19 +366,25 @@ def _folding(order: Order) -> tuple[int, int]:
   return min(found, key=sum, default=(len(order), 0))
 
 
-def _taken(
-  stacks: Mapping[str, Any], order: Order
-) -> tuple[dict[str, Iterator[Any]], dict[str, Any]]:
-  """(one tree for each half of these layers, by kind and in order; what is left of each stack)"""
+def _run(
+  bodies: Mapping[tuple[str, str], _Layer], order: Order, stacks: Mapping[str, Any], x: Array
+) -> tuple[Array, Any, dict[str, Any]]:
+  """x after these layers, what their routers did (None where none chose), and the stacks without
+  their halves.
+  """
   count = collections.Counter(kind for kinds in order for kind in kinds)
   each, rest = {}, {}
   for kind, stack in stacks.items():
     leaves, tree = jax.tree.flatten(stack)
     # Unlike that of an index, the gradient of a split is one concatenation.
     parts = [jnp.split(leaf, [*range(1, count[kind] + 1)]) for leaf in leaves]
-    singles = [tree.unflatten([part[i][0] for part in parts]) for i in range(count[kind])]
-    each[kind], rest[kind] = iter(singles), tree.unflatten([part[-1] for part in parts])
-  return each, rest
+    each[kind] = iter([tree.unflatten([p[i][0] for p in parts]) for i in range(count[kind])])
+    rest[kind] = tree.unflatten([p[-1] for p in parts])
+  done = []
+  for kinds in order:
+    x, did = bodies[kinds](x, (next(each[kinds[0]]), next(each[kinds[1]])))
+    done += [] if did is None else [did]
+  return x, jax.tree.map(lambda *made: jnp.stack(made), *done) if done else None, rest
 
 
 def forward(*arguments: Any, **options: Any) -> Float[Array, "B T D"]:

@@ -82,12 +82,18 @@ def rms_norm(
   return normed * jnp.broadcast_to(scale.astype(x.dtype), normed.shape)
 
 
+def wide_norm(
+  x: Float[Array, "... D"], scale: Float[Array, "D"], epsilon: float
+) -> Float[Array, "... D"]:
+  """x / rms(x) * scale, all of it in float32."""
+  return rms_norm(x.astype(jnp.float32), scale.astype(jnp.float32), epsilon).astype(x.dtype)
+
+
 def zero_centred_norm(
   x: Float[Array, "... D"], weight: Float[Array, "D"], epsilon: float
 ) -> Float[Array, "... D"]:
   """x / rms(x) * (1 + weight), all of it in float32."""
-  scale = 1.0 + weight.astype(jnp.float32)
-  return rms_norm(x.astype(jnp.float32), scale, epsilon).astype(x.dtype)
+  return wide_norm(x, 1.0 + weight.astype(jnp.float32), epsilon)
 
 
 @dataclasses.dataclass(frozen=True)
