@@ -264,9 +264,8 @@ def _read_order(fields: Mapping[str, Any]) -> Order:
   count = fields["num_hidden_layers"]
   first = _read_kinds(fields, "layer_types", _ATTENTION_TYPES)
   if first is None and fields.get("compress_ratios") is not None:
-    first = _read_kinds(
-      fields | {"compress_ratios": fields["compress_ratios"][:count]}, "compress_ratios", _RATIOS
-    )
+    of_layers = {**fields, "compress_ratios": fields["compress_ratios"][:count]}
+    first = _read_kinds(of_layers, "compress_ratios", _RATIOS)
   if first is None:
     raise ValueError("config fields ['compress_ratios'] are missing")
   second = _read_kinds(fields, "mlp_layer_types", _EXPERT_TYPES)

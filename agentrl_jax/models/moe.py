@@ -278,8 +278,8 @@ def compute_experts(
   back = jnp.zeros_like(order).at[order].set(place, unique_indices=True)
   sizes = _counts(last, experts)
   rows = _dispatch(flat, order, back, count)
-  both = (grouped_matmul(rows, w, sizes) for w in (weights.gate, weights.up))
-  gate, up = layers.clamped(*both, weights.limit)
+  gate, up = (grouped_matmul(rows, w, sizes) for w in (weights.gate, weights.up))
+  gate, up = layers.clamped(gate, up, weights.limit)
   hidden = jax.nn.silu(gate) * up
   made = _restore(grouped_matmul(hidden, weights.down, sizes), order, back)
   made = made.reshape(*expert.shape, -1)

@@ -22,6 +22,7 @@ def pod(
   *,
   slots: int,
   keep: remat.Remat = remat.save_nothing,
+  share_prompts: bool = True,
 ) -> fdl.Config[Experiment]:
   """GRPO on GSM8K, 32 groups of 8 episodes a step.
 
@@ -31,6 +32,7 @@ def pod(
     mesh: sizes of the mesh axes.
     slots: rows of the sampler.
     keep: what of each layer the backward pass finds, see `models.remat`.
+    share_prompts: whether a row may hold the prompt of its episodes once, see `Batch`.
   """
   return fdl.Config(
     Experiment,
@@ -42,7 +44,9 @@ def pod(
     engine=fdl.Config(engines.embedded, slots=slots, dtype="bfloat16"),
     steps=200,
     limits=fdl.Config(Limits, turn_tokens=1024, context_tokens=4095),
-    batch=fdl.Config(Batch, groups=32, members=8, row_length=4096, micro_rows=1),
+    batch=fdl.Config(
+      Batch, groups=32, members=8, row_length=4096, micro_rows=1, share_prompts=share_prompts
+    ),
     evaluation=fdl.Config(Evaluation, tasks=256, samples=4, every=20),
     mesh=dict(mesh),
     dtype="bfloat16",
