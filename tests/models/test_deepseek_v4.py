@@ -47,7 +47,7 @@ CONFIG = deepseek_v4_decoder.Config(
   vocab_size=48, embed=16, layers=5, heads=4, head_dim=8, max_position=64,
   order=((WINDOW, HASHED), *((HEAVY, ROUTED), (SPARSE, ROUTED)) * 2), window=5, sparse_block=2,
   heavy_block=3, index_heads=5, index_dim=4, index_kept=2, rotary_dim=4, query_latent=12, groups=2,
-  group_latent=6, streams=2, sinkhorn_steps=3, mix_epsilon=1e-3, experts=4, expert_ffw=12,
+  group_latent=6, streams=2, sinkhorn_steps=3, mix_epsilon=1e-3, norm_epsilon=1e-3, experts=4, expert_ffw=12,
   router=moe.RootSoftplus(2, scale=1.5), limit=1.0, extra_layers=1,
   rope_scaling=layers.Yarn(2.0, 32, attention_factor=1.0),
 )  # fmt: skip
@@ -133,6 +133,7 @@ def test_packed_rows_equal_separate_ones(v4_reference):
     model.forward(weights, packed, sample, position, parent=sample)
 
 
+@pytest.mark.slow
 def test_queries_in_parts_equal_all_at_once():
   """A window that spans parts, indexed blocks, two samples and padding, and a part left over."""
   sight = Sight(9, 4, 3, 4, rope_theta=100.0, rope_scaling=None, norm_epsilon=1e-3)
@@ -185,7 +186,7 @@ def test_the_highest_are_chosen_as_a_sort_would():
 
 
 @pytest.mark.parametrize(
-  "sizes", [(1,) * 3 + (4, 5), pytest.param((12,), marks=pytest.mark.slow)], ids=str
+  "sizes", [(6, 6), pytest.param((1, 1, 1, 4, 5), marks=pytest.mark.slow)], ids=str
 )
 def test_decode_equals_forward(sizes):
   """In chunks whose ends are padding for the shorter row; a row that begins anew forgets, padding
@@ -218,21 +219,31 @@ MESHES = [{"expert": 2, "fsdp": 2, "tensor": 2}, {"expert": 4, "data": 2}, {"fsd
   "axes", [MESHES[0], *(pytest.param(axes, marks=pytest.mark.slow) for axes in MESHES[1:])], ids=str
 )
 def test_sharded_equals_unsharded(axes):
-  mesh, weights = make_mesh(**axes), random_weights(V4, 3)
+  """Streams are normalised together and at the end, so gradients along a common factor of theirs are
+  what large terms leave that cancel: errors of the others' order are larger beside them.
+  """
+  order = ((SPARSE, HASHED), (HEAVY, ROUTED))
+  model = deepseek_v4.bind(dataclasses.replace(CONFIG, layers=2, order=order))
+  mesh, weights = make_mesh(**axes), random_weights(model, 3)
   row = separate(np.random.default_rng(4).integers(0, 48, (8, 8)))
 
   def grad(experts):
     def loss(weights, row):
-      hidden, did = V4.forward_routed(weights, *row, experts=experts)
+      hidden, did = model.forward_routed(weights, *row, experts=experts)
       return jnp.sum(jnp.square(hidden[..., :8])), did.sums.assigned
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
   expected = grad(moe.compute_experts)(weights, row)
-  placed = jax.device_put(weights, shardings(V4, mesh))
+  placed = jax.device_put(weights, shardings(model, mesh))
   rows = tuple(jax.device_put(x, batch_sharding(mesh)) for x in row)
   found = grad(moe.sharded_experts(mesh))(placed, rows)
-  jax.tree.map(lambda a, b: assert_same_sums(np.asarray(a), np.asarray(b)), found, expected)
+
+  def same(found, expected):
+    scale = max(1.0, np.abs(expected).max())
+    np.testing.assert_allclose(found / scale, expected / scale, rtol=1e-5, atol=5e-5)
+
+  jax.tree.map(same, found, expected)
 
 
 def test_what_stays_in_float32_and_what_does_not_decay():
