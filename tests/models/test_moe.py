@@ -141,7 +141,7 @@ def test_layer_equals_loops(name):
     expected = np.zeros(EMBED)
     if real[row, position]:
       routed = chosen(router, weights, token)
-      expected = loops.mix(token, routed, *vars(weights.experts).values())
+      expected = loops.mix(token, routed, *jax.tree.leaves(weights.experts))
       assert set(expert[row, position]) == set(routed)
       logits.append(token @ weights.router)
       sets.append(set(routed))
@@ -223,7 +223,7 @@ def test_replayed_routing(name):
   else:
     score = router.scale * loops.sigmoid(logits)[told[0, 2]]
   routed = dict(zip(told[0, 2], score, strict=True))
-  by_hand = loops.mix(x[0, 2].astype(np.float64), routed, *vars(weights.experts).values())
+  by_hand = loops.mix(x[0, 2].astype(np.float64), routed, *jax.tree.leaves(weights.experts))
   np.testing.assert_allclose(mixed[0, 2], by_hand, **TOLERANCE)
   elsewhere = np.delete(np.asarray(mixed), 2, axis=1)
   np.testing.assert_allclose(elsewhere, np.delete(expected[1][0], 2, axis=1), **TOLERANCE)

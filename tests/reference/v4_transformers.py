@@ -37,7 +37,7 @@ CASES = {  # attention and experts of each layer; the length of rows
   "v4_window": ([WINDOW] * 2, ["hash_moe", "moe"], 19),
   "v4_sparse": ([SPARSE], ["moe"], 27),
   "v4_heavy": ([HEAVY], ["moe"], 27),
-  "v4": ([WINDOW, SPARSE, *[HEAVY, SPARSE] * 2], ["hash_moe"] * 3 + ["moe"] * 3, 27),
+  "v4": ([WINDOW, SPARSE, HEAVY, SPARSE], ["hash_moe"] * 2 + ["moe"] * 2, 27),
   "v4_folded": ([WINDOW, *[SPARSE, HEAVY] * 2], ["hash_moe"] + ["moe"] * 4, 27),
 }
 NARROW = {"v4"}  # stored as bfloat16 in several files
