@@ -9,6 +9,7 @@ import fiddle as fdl
 from agentrl_jax.ops.quantize import OCP
 from agentrl_jax.orchestrate import engines
 from agentrl_jax.orchestrate.experiment import Experiment
+from agentrl_jax.transfer import delta
 from agentrl_jax.transfer.transports import auto
 from agentrl_jax.transfer.transports.disk import DiskTransport
 from agentrl_jax.transfer.transports.tensor import DirectTransport, TensorTransport
@@ -18,6 +19,8 @@ TRANSPORTS: Mapping[str, Callable[[], fdl.Config[auto.Choose]]] = {
   "disk": lambda: fdl.Config(auto.only, make=DiskTransport),
   "bucket": lambda: fdl.Config(auto.only, make=TensorTransport),
   "tcp": lambda: fdl.Config(auto.tcp),
+  "tcp-xor": lambda: fdl.Config(auto.tcp, delta=delta.xor),
+  "tcp-overwrite": lambda: fdl.Config(auto.tcp, delta=delta.overwrite),
   "broadcast": lambda: fdl.Config(engines.broadcast),
   "direct": lambda: fdl.Config(auto.only, make=DirectTransport),
 }

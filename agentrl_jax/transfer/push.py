@@ -34,7 +34,7 @@ from agentrl_jax.transfer.plan import Plan, Tensor, plan, whole, with_dtypes
 from agentrl_jax.transfer.report import PushError, PushReport, State
 from agentrl_jax.transfer.round import Peer, Round, differences, twice
 from agentrl_jax.transfer.stage import Staged, source_layout, stage
-from agentrl_jax.transfer.transports import Delivers, Transport
+from agentrl_jax.transfer.transports import Delivers, Retains, Transport
 
 
 def sglang_publisher(
@@ -273,7 +273,9 @@ class SGLangPublisher:
   async def _deliver(self, round: Round, peer: Peer, transport: Delivers, staged: Staged) -> None:
     try:
       moved = await transport.deliver(staged, peer.control, round.version)
-      round.clock.count("deliver", moved)
+      round.clock.count("deliver", moved.nbytes)
+      if moved.how:
+        round.delivered[moved.how] = None
     except CallError as error:
       round.untouched.add(peer)
       round.leave(peer, State.ABORTED, error)
@@ -413,6 +415,8 @@ class SGLangPublisher:
     state, message = round.state, "; ".join(round.reasons)
     if state is State.COMMITTED:
       self.published = round.fingerprint
+      if isinstance(self.transport, Retains):
+        self.transport.retain(self._held_staging[round.key], round.version)
     if state not in (State.COMMITTED, State.ABORTED):
       self.blocked = message
     if State.UNKNOWN not in round.ended.values():
@@ -427,6 +431,7 @@ class SGLangPublisher:
       idle,
       receivers,
       message,
+      tuple(round.delivered),
     )
 
   def _release(self, key: str) -> None:

@@ -4,7 +4,8 @@
 
 A bucket is checked before a byte of it is written, and the server sees a round's files only when
 END has proved that all of them are there. They stay as long as the round's first connection: what a
-trainer that is gone had sent goes with it.
+trainer that is gone had sent goes with it. A delta is applied to a copy of its base, so that none
+can be applied twice, and every tensor it makes is checked against the hash that it must have.
 """
 
 import argparse
@@ -21,13 +22,16 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from agentrl_jax.transfer import wire
+from agentrl_jax.transfer import delta, wire
+from agentrl_jax.transfer.layout import full
 from agentrl_jax.transfer.plan import ITEM_BYTES
+from agentrl_jax.transfer.stage import NUMPY_DTYPES, tensor_hash
 from agentrl_jax.transfer.transports.disk import safetensors_header
-from agentrl_jax.transfer.wire import Command, Entry, Frame, WireError
+from agentrl_jax.transfer.wire import Base, BaseError, Command, Entry, Frame, WireError
 
 TOKEN = "AGENTRL_TRANSFER_TOKEN"  # the environment variable that both ends read it from
 DEFAULT_ROOT = "/dev/shm/agentrl-received"
@@ -107,8 +111,9 @@ class FileReceiver:
       set_options(connection)
       self._talk(connection, began)
     except (WireError, OSError) as error:
+      answer = wire.encode_no_base if isinstance(error, BaseError) else wire.encode_abort
       with contextlib.suppress(OSError):
-        connection.sendall(wire.encode_abort(0, 0, str(error) or type(error).__name__))
+        connection.sendall(answer(0, 0, str(error) or type(error).__name__))
         connection.shutdown(socket.SHUT_WR)
         _drain(connection)  # closing on unread bytes would take back the answer
     finally:
@@ -129,7 +134,10 @@ class FileReceiver:
       raise WireError("the token is not this receiver's")
     id = (first.round, first.version)
     if first.begin is not None:
-      round = _Round(first, self.root)
+      base = first.begin.base
+      with self._lock:
+        held = None if base is None else self._rounds.get((base.round, base.version))
+      round = _Round(first, self.root, held)
       began.append(round)
       with self._lock:
         if id in self._rounds:
@@ -146,13 +154,28 @@ class FileReceiver:
       connection.sendall(wire.encode_done(*id, round.take(frame)))
 
 
-class _Round:
-  """One round's files. Raises WireError where a sender is wrong, OSError where they do not fit."""
+class _Place(NamedTuple):
+  """Where a tensor lies in a round's files."""
 
-  def __init__(self, first: Frame, root: Path):
+  file: str
+  offset: int
+  nbytes: int
+
+
+class _Round:
+  """One round's files. Raises WireError where a sender is wrong, OSError where they do not fit.
+
+  Args:
+    held: the round that its deltas are to be applied to, where the sender named one; it is checked
+      here.
+  """
+
+  def __init__(self, first: Frame, root: Path, held: "_Round | None" = None):
     assert first.begin is not None
     self.id = (first.round, first.version)
     expected = {name: (shape, dtype) for name, shape, dtype in first.begin.tensors}
+    self.base = _checked(first.begin.base, held, expected)
+    self.fingerprint = ""  # until END
     self.ledger = wire.Ledger(first.round, first.version, expected)
     nbytes = sum(ITEM_BYTES[dtype] * math.prod(shape) for shape, dtype in expected.values())
     free = os.statvfs(root).f_bavail * os.statvfs(root).f_frsize
@@ -164,12 +187,15 @@ class _Round:
     self.partial = self.directory.with_name(f"{self.directory.name}.partial")
     self.partial.mkdir(mode=0o700)
     self._numbers = itertools.count(1)
+    self._places: dict[str, _Place] = {}
     self._lock = threading.Lock()
     self._writing = 0
     self._dropped = False
 
   def take(self, frame: Frame) -> str:
     """Takes one checked frame. Returns where the files are after END, else ""."""
+    if frame.command is Command.DELTA:
+      frame = self._applied(frame)
     with self._lock:
       if self._dropped:
         raise WireError(f"round {self.id[0]} was given up")
@@ -179,18 +205,56 @@ class _Round:
         raise WireError("a part of a tensor, files hold whole ones")
       self.ledger.accept(frame)
       if frame.command is Command.END:
+        assert frame.end is not None
         self.partial.rename(self.directory)
+        self.fingerprint = frame.end.fingerprint
         return str(self.directory)
       if frame.command is Command.ABORT:
         raise WireError(f"given up by the sender: {frame.reason}")
       self._writing += 1
       path = self.partial / f"model-{next(self._numbers):05}.safetensors"
+    places = {}
     try:
-      _write(path, frame)
+      places = _write(path, frame)
     finally:
       with self._lock:
+        self._places |= places
         self._writing -= 1
     return ""
+
+  def read(self, name: str) -> np.ndarray:
+    """The bytes of a tensor after END. Raises BaseError where they are gone."""
+    place = self._places[name]
+    try:
+      data = np.fromfile(self.directory / place.file, np.uint8, place.nbytes, offset=place.offset)
+    except OSError as error:
+      raise BaseError(f"the base {self.id} is gone: {error}") from error
+    if len(data) != place.nbytes:
+      raise BaseError(f"{name} of the base {self.id} has {len(data)} of {place.nbytes} bytes")
+    return data
+
+  def _applied(self, frame: Frame) -> Frame:
+    """The bucket that a delta stands for."""
+    if self.base is None:
+      raise WireError(f"a delta in round {self.id[0]}, which was begun without a base")
+    entries, tensors = [], []
+    for entry, data, change in zip(frame.entries, frame.tensors, frame.changes, strict=True):
+      if entry.name not in self.ledger.expected:
+        raise WireError(f"{entry.name} is not expected")
+      shape, dtype = self.ledger.expected[entry.name]
+      base = self.base.read(entry.name)
+      try:
+        made = delta.decode(change.encoding, data, base, ITEM_BYTES[dtype])
+      except ValueError as error:
+        raise WireError(f"{entry.name}: {error}") from error
+      if tensor_hash(made) != change.target:
+        raise BaseError(f"{entry.name}: the base does not give the bytes that version {self.id[1]} "
+                        "has")  # fmt: skip
+      entries.append(
+        Entry(entry.name, (0, 1), dtype, shape, full(shape), 0, len(made), change.target)
+      )
+      tensors.append(made.view(NUMPY_DTYPES[dtype]).reshape(shape))
+    return Frame(Command.BUCKET, frame.round, frame.version, tuple(entries), tuple(tensors))
 
   def drop(self) -> None:
     """Removes the files; when it returns they are gone, whoever removed them."""
@@ -198,6 +262,22 @@ class _Round:
       self._dropped = True
       for directory in (self.partial, self.directory):
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _checked(
+  base: Base | None, held: _Round | None, expected: Mapping[str, tuple[tuple[int, ...], str]]
+) -> _Round | None:
+  """The round that a sender named as its base. Raises BaseError unless it is whole and the one."""
+  if base is None:
+    return None
+  if held is None:
+    raise BaseError(f"version {base.version}, round {base.round}, is not held here")
+  if held.fingerprint != base.fingerprint:
+    is_ = held.fingerprint or "not whole yet"
+    raise BaseError(f"version {base.version} is {is_} here, the sender's is {base.fingerprint}")
+  if held.ledger.expected != expected:
+    raise BaseError(f"version {base.version} has other tensors")
+  return held
 
 
 class _Frames:
@@ -250,7 +330,8 @@ def read_answer(connection: socket.socket) -> Frame:
 
   Raises:
     OSError: no answer came, TimeoutError in time.
-    WireError: it is no answer, or says why the frame was refused.
+    WireError: it is no answer, or says why the frame was refused; BaseError where everything is
+      asked for.
   """
   data = bytearray()
   size = wire.HEADER_BYTES
@@ -264,22 +345,26 @@ def read_answer(connection: socket.socket) -> Frame:
   frame = wire.decode(bytes(data), max_payload_bytes=0)
   if frame.command is Command.ABORT:
     raise WireError(frame.reason)
+  if frame.command is Command.NO_BASE:
+    raise BaseError(frame.reason)
   if frame.command is not Command.DONE:
     raise WireError(f"answered {frame.command.name}, expected DONE")
   return frame
 
 
-def _write(path: Path, frame: Frame) -> None:
+def _write(path: Path, frame: Frame) -> dict[str, _Place]:
   """A bucket as a safetensors file. The format allows no gaps, so tensors move together."""
   entries: list[Entry] = []
   offset = 0
   for entry in frame.entries:
     entries.append(entry._replace(offset=offset))
     offset += entry.nbytes
+  header = safetensors_header(entries)
   with path.open("xb") as file:
-    file.write(safetensors_header(entries))
+    file.write(header)
     for tensor in frame.tensors:
       file.write(tensor.reshape(-1).view(np.uint8).data)
+  return {e.name: _Place(path.name, len(header) + e.offset, e.nbytes) for e in entries}
 
 
 def _shut(connection: socket.socket) -> None:

@@ -41,6 +41,15 @@ class PushReport(NamedTuple):
   idle_seconds: float
   receivers: Mapping[str, State]
   message: str = ""  # why it is not committed
+  delivered: tuple[str, ...] = ()  # how bytes went before the pause, where there is a choice
+
+  @property
+  def delivered_share(self) -> float | None:
+    """Bytes delivered before the pause, over those of the weights; None where none are delivered
+    or no server was written.
+    """
+    moved, made = (self.phases.get(name, Phase(0.0, 0)).nbytes for name in ("deliver", "send"))
+    return moved / made if self.delivered and made else None
 
   def __str__(self) -> str:
     seconds = sum(phase.seconds for phase in self.phases.values())
@@ -51,6 +60,9 @@ class PushReport(NamedTuple):
       f"push v{self.version} {self.state} by {self.transport}: {nbytes / 1e6:.0f} MB in "
       f"{seconds:.2f} s ({speed:.2f} GB/s), idle {self.idle_seconds:.2f} s [{phases}]"
     )
+    if self.delivered:
+      share = "" if self.delivered_share is None else f"{self.delivered_share:.3f} of the bytes "
+      line += f"; delivered {share}{', '.join(self.delivered)}"
     return f"{line}; {self.message}" if self.message else line
 
 

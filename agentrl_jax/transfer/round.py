@@ -57,6 +57,7 @@ class Round:
   untouched: set[Peer] = dataclasses.field(default_factory=set)  # left before the first byte
   lost: dict[Peer, str] = dataclasses.field(default_factory=dict)  # sends without an answer
   paused_at: dict[Peer, float] = dataclasses.field(default_factory=dict)
+  delivered: dict[str, None] = dataclasses.field(default_factory=dict)  # how, in order
   idle: float = 0.0
   fingerprint: str = ""
 

@@ -98,7 +98,7 @@ def stage(
 
     def start_hash(number: int) -> None:
       segment = plan.segments[number]
-      data = _bytes(buffers[segment.rank, segment.bucket], segment)
+      data = segment_bytes(buffers[segment.rank, segment.bucket], segment)
       hashed[number] = pool.submit(tensor_hash, data)
 
     for name, group in itertools.groupby(plain, key=lambda copy: copy.src_name):
@@ -169,10 +169,11 @@ def fingerprint_of(
 
 def segment_view(buffer: np.ndarray, segment: Segment) -> np.ndarray:
   """A segment's values as a view of its bucket."""
-  return _bytes(buffer, segment).view(NUMPY_DTYPES[segment.dtype]).reshape(segment.shape)
+  return segment_bytes(buffer, segment).view(NUMPY_DTYPES[segment.dtype]).reshape(segment.shape)
 
 
-def _bytes(buffer: np.ndarray, segment: Segment) -> np.ndarray:
+def segment_bytes(buffer: np.ndarray, segment: Segment) -> np.ndarray:
+  """A segment's bytes as a view of its bucket."""
   return buffer[segment.offset : segment.offset + segment.nbytes]
 
 

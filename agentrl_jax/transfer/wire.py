@@ -7,7 +7,7 @@ made.
 
 Nothing received is trusted: sizes are bounded before they are used, every tensor's bounds and hash
 are checked, and an object is never deserialised. Every frame but DONE is answered by DONE, or by
-ABORT with a reason.
+ABORT or NO_BASE with a reason.
 """
 
 import enum
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from agentrl_jax.transfer.delta import ENCODINGS
 from agentrl_jax.transfer.layout import Box
 from agentrl_jax.transfer.plan import ITEM_BYTES, Bucket
 from agentrl_jax.transfer.stage import NUMPY_DTYPES, Staged, fingerprint_of, tensor_hash
@@ -33,6 +34,7 @@ _HEADER = struct.Struct("<4sIQQQQII")
 HEADER_BYTES = _HEADER.size
 _MAGIC = b"AWT1"
 _KEYS = frozenset(("name", "part", "dtype", "shape", "dst_index", "offset", "nbytes", "hash"))
+_CHANGE_KEYS = frozenset(("encoding", "target"))
 
 if sys.byteorder != "little":
   raise ImportError("weight transfer needs a little-endian host")
@@ -40,6 +42,10 @@ if sys.byteorder != "little":
 
 class WireError(ValueError):
   """A frame was refused; the message says what was wrong and what was expected."""
+
+
+class BaseError(WireError):
+  """A delta was refused because its base is not the one that the receiver holds."""
 
 
 class Command(enum.IntEnum):
@@ -51,6 +57,8 @@ class Command(enum.IntEnum):
   BEGIN = 4  # a round's first frame
   JOIN = 5  # the first frame of a further connection
   DONE = 6  # the answer to any of them
+  DELTA = 7  # a bucket said by its difference from the base that BEGIN named
+  NO_BASE = 8  # an answer: that base is not here, everything must be sent
 
 
 class Entry(NamedTuple):
@@ -66,6 +74,13 @@ class Entry(NamedTuple):
   hash: str  # of `stage.tensor_hash`
 
 
+class Change(NamedTuple):
+  """How the bytes of an entry in a DELTA make the tensor out of the base's."""
+
+  encoding: str  # one of `delta.ENCODINGS`
+  target: str  # hash of the tensor afterwards
+
+
 class End(NamedTuple):
   """What a sender sent in all."""
 
@@ -75,12 +90,21 @@ class End(NamedTuple):
   fingerprint: str
 
 
+class Base(NamedTuple):
+  """An earlier round whose bytes the receiver holds, and what all of them hash to."""
+
+  round: int
+  version: int
+  fingerprint: str
+
+
 class Begin(NamedTuple):
   """What a round will send: each tensor's name, shape and dtype."""
 
   token: str  # that both ends were given
   key: str  # of the round, a file name
   tensors: tuple[tuple[str, tuple[int, ...], str], ...]
+  base: Base | None = None  # of its deltas
 
 
 class Frame(NamedTuple):
@@ -91,6 +115,7 @@ class Frame(NamedTuple):
   version: int
   entries: tuple[Entry, ...] = ()
   tensors: tuple[np.ndarray, ...] = ()
+  changes: tuple[Change, ...] = ()  # of DELTA, whose entries and tensors are of encoded bytes
   end: End | None = None
   begin: Begin | None = None
   reason: str = ""
@@ -116,6 +141,19 @@ def encode_bucket(
   return head, view
 
 
+def encode_delta(
+  round: int,
+  version: int,
+  entries: Sequence[Entry],
+  changes: Sequence[Change],
+  payload: Any,
+) -> tuple[bytes, memoryview]:
+  """As `encode_bucket`: `entries` say where the encoded bytes lie, as uint8."""
+  rows = [e._asdict() | c._asdict() for e, c in zip(entries, changes, strict=True)]
+  view = memoryview(payload).cast("B")
+  return _encode(Command.DELTA, round, version, rows, len(view)), view
+
+
 def encode_end(round: int, version: int, end: End) -> bytes:
   """The frame that closes a round's buckets."""
   return _encode(Command.END, round, version, end._asdict(), 0)
@@ -124,6 +162,11 @@ def encode_end(round: int, version: int, end: End) -> bytes:
 def encode_abort(round: int, version: int, reason: str) -> bytes:
   """The frame that gives a round up."""
   return _encode(Command.ABORT, round, version, {"reason": reason}, 0)
+
+
+def encode_no_base(round: int, version: int, reason: str) -> bytes:
+  """The answer that asks for everything."""
+  return _encode(Command.NO_BASE, round, version, {"reason": reason}, 0)
 
 
 def encode_begin(round: int, version: int, begin: Begin) -> bytes:
@@ -170,6 +213,12 @@ def decode(frame: bytes | memoryview, *, max_payload_bytes: int) -> Frame:
       entries = tuple(_entry(item) for item in _list(metadata))
       check_entries(entries, len(payload))
       return Frame(command, round, version, entries, _tensors(entries, payload))
+    case Command.DELTA:
+      rows = [_fields(item, _KEYS | _CHANGE_KEYS) for item in _list(metadata)]
+      entries = tuple(_entry({key: row[key] for key in _KEYS}) for row in rows)
+      check_entries(entries, len(payload))
+      changes = tuple(_change(entry, row) for entry, row in zip(entries, rows, strict=True))
+      return Frame(command, round, version, entries, _tensors(entries, payload), changes)
     case Command.END:
       fields = _fields(metadata, frozenset(End._fields))
       for name in ("buckets", "tensors", "nbytes"):
@@ -406,6 +455,25 @@ def _entry(item: Any) -> Entry:
   )
 
 
+def _change(entry: Entry, fields: Mapping[str, Any]) -> Change:
+  encoding = _text(fields["encoding"], "encoding")
+  if encoding not in ENCODINGS:
+    raise WireError(f"{entry.name}: unknown encoding {encoding[:80]!r}")
+  if entry.dtype != "uint8" or entry.part != (0, 1):
+    raise WireError(
+      f"{entry.name}: {entry.dtype}, part {entry.part}, expected bytes of a whole one"
+    )
+  return Change(encoding, _hex(fields["target"], "target"))
+
+
+def _base(item: Any) -> Base | None:
+  if item is None:
+    return None
+  if len(_list(item)) != 3:
+    raise WireError(f"base is {str(item)[:80]!r}, expected round, version and fingerprint")
+  return Base(_size(item[0], "round"), _size(item[1], "version"), _hex(item[2], "fingerprint"))
+
+
 def _begin(item: Any) -> Begin:
   fields = _fields(item, frozenset(Begin._fields))
   key = _text(fields["key"], "key")
@@ -421,7 +489,7 @@ def _begin(item: Any) -> Begin:
     tensors.append((name, tuple(_size(n, "shape") for n in _list(row[1])), dtype))
   if len({name for name, _, _ in tensors}) != len(tensors):
     raise WireError("a tensor is announced twice")
-  return Begin(_text(fields["token"], "token"), key, tuple(tensors))
+  return Begin(_text(fields["token"], "token"), key, tuple(tensors), _base(fields["base"]))
 
 
 def _fields(value: Any, keys: frozenset[str]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Ways to move staged buckets into an engine's memory, behind one small protocol."""
 
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -41,10 +41,26 @@ class Transport(Protocol):
     ...
 
 
+class Delivery(NamedTuple):
+  """What a delivery moved, and how, where there is something to say about it."""
+
+  nbytes: int = 0
+  how: str = ""
+
+
 @runtime_checkable
 class Delivers(Protocol):
   """A transport that does something for a server before it pauses, so that it is idle for less."""
 
-  async def deliver(self, staged: Staged, peer: Control, version: int) -> int:
-    """Returns the bytes that it moved. Raises CallError; nothing has changed on the server then."""
+  async def deliver(self, staged: Staged, peer: Control, version: int) -> Delivery:
+    """Raises CallError; nothing has changed on the server then."""
+    ...
+
+
+@runtime_checkable
+class Retains(Protocol):
+  """A transport that keeps what it delivered, so that the next round can send less."""
+
+  def retain(self, staged: Staged, version: int) -> None:
+    """Called once every server has committed, before the round's `release`."""
     ...

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from agentrl_jax.transfer.delta import Encode
 from agentrl_jax.transfer.receive import TOKEN, ReceiverProcess
 from agentrl_jax.transfer.transports import Transport
 from agentrl_jax.transfer.transports.disk import DiskTransport
@@ -48,20 +49,28 @@ def only(make: Callable[[], Transport]) -> Choose:
   return lambda servers: Choice(make(), ())
 
 
-def tcp(receivers: Mapping[str, str] | None = None) -> Choose:
+def tcp(
+  receivers: Mapping[str, str] | None = None,
+  delta: Encode | None = None,
+  full_every: int = 100,
+) -> Choose:
   """Connections to the receivers HOST:PORT by server URL, with $AGENTRL_TRANSFER_TOKEN.
 
-  None: the servers are on this machine, and a receiver is started for them here.
+  Args:
+    receivers: None: the servers are on this machine, and a receiver is started for them here.
+    delta, full_every: as of `TcpTransport`.
   """
 
   def choose(servers: Servers) -> Choice:
     if receivers is not None:
-      return Choice(TcpTransport(receivers, _token()), ())
+      made = TcpTransport(receivers, _token(), delta=delta, full_every=full_every)
+      return Choice(made, ())
     if away := _away(servers.urls):
       raise ValueError(f"{away} is not on this machine: name the receiver beside it")
     process = ReceiverProcess()
     beside = {url: process.address for url in servers.urls}
-    return Choice(TcpTransport(beside, process.token, process=process), ())
+    made = TcpTransport(beside, process.token, process=process, delta=delta, full_every=full_every)
+    return Choice(made, ())
 
   return choose
 

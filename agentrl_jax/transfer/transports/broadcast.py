@@ -23,6 +23,7 @@ from agentrl_jax.transfer.control import CallError, Control
 from agentrl_jax.transfer.plan import ITEM_BYTES, Plan
 from agentrl_jax.transfer.round import process_of
 from agentrl_jax.transfer.stage import Staged
+from agentrl_jax.transfer.transports import Delivery
 from agentrl_jax.transfer.transports.disk import DiskTransport
 from agentrl_jax.transfer.transports.tensor import session
 from agentrl_jax.transfer.wire import bucket_entries
@@ -72,7 +73,7 @@ class BroadcastTransport:
         raise ValueError(f"{s.name} of {s.dtype} would start at byte {s.offset} of its broadcast")
     return self._staging.allocate(plan, key)
 
-  async def deliver(self, staged: Staged, peer: Control, version: int) -> int:
+  async def deliver(self, staged: Staged, peer: Control, version: int) -> Delivery:
     """Makes the group where there is none with the server as it runs now. Moves nothing."""
     del staged, version
     facts = await peer.facts()
@@ -92,7 +93,7 @@ class BroadcastTransport:
       self._end(peer.url)
       raise
     sender.joined = who
-    return 0
+    return Delivery()
 
   async def send(self, staged: Staged, peer: Control, ranks: int) -> None:
     """One update session: begin, each bucket, end. A failure ends the group."""

@@ -22,6 +22,7 @@ import numpy as np
 from agentrl_jax.transfer.control import CallError, Control
 from agentrl_jax.transfer.plan import Plan
 from agentrl_jax.transfer.stage import Staged, allocate
+from agentrl_jax.transfer.transports import Delivery
 from agentrl_jax.transfer.transports.tensor import session
 
 _POLL_SECONDS = 0.001
@@ -50,7 +51,7 @@ class NixlTransport:
     del key
     return allocate(plan)
 
-  async def deliver(self, staged: Staged, peer: Control, version: int) -> int:
+  async def deliver(self, staged: Staged, peer: Control, version: int) -> Delivery:
     """Asks where the parameters lie, checks that they are those of the plan, and connects.
 
     Raises:
@@ -63,7 +64,7 @@ class NixlTransport:
     self._drop(staged.key, peer.url)
     writer = await asyncio.to_thread(_Writer, staged, peer, window, self.token)
     self._writers.setdefault(staged.key, {})[peer.url] = writer
-    return 0
+    return Delivery()
 
   async def send(self, staged: Staged, peer: Control, ranks: int) -> None:
     """One update session: begin, all writes, end. A failure ends the writer first."""

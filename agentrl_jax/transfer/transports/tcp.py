@@ -3,7 +3,9 @@ but the network.
 
 Bytes arrive before the server pauses, each bucket checked and answered; the server then loads the
 receiver's files. What a receiver holds lives as long as the round's first connection, so freeing
-it, here or by dying, is closing that.
+it, here or by dying, is closing that. With deltas the last committed round is kept on both ends and
+the next is sent by its difference; the server loads whole files all the same, so what it held
+before, and whether it was restarted, does not matter.
 """
 
 import asyncio
@@ -12,17 +14,22 @@ import contextlib
 import queue
 import secrets
 import socket
+import threading
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from agentrl_jax.transfer import wire
 from agentrl_jax.transfer.control import CallError, Control
+from agentrl_jax.transfer.delta import Encode
+from agentrl_jax.transfer.difference import Difference, difference
 from agentrl_jax.transfer.plan import Bucket, Plan
 from agentrl_jax.transfer.receive import ReceiverProcess, read_answer, set_options
 from agentrl_jax.transfer.stage import Staged, allocate
+from agentrl_jax.transfer.transports import Delivery
 from agentrl_jax.transfer.transports.disk import load_files
-from agentrl_jax.transfer.wire import Begin, End, Frame, WireError
+from agentrl_jax.transfer.wire import Base, BaseError, Begin, End, Frame, WireError
 
 
 class TcpTransport:
@@ -34,6 +41,9 @@ class TcpTransport:
     connections: to each receiver; one bucket at a time travels on each.
     bucket_bytes: most bytes of a frame, unless one tensor is larger.
     process: a receiver that was started for this transport; it is ended by `close`.
+    delta: how a round is said by its difference from the last committed one, `delta.xor` or
+      `delta.overwrite`. Both ends then keep that round's bytes. None sends everything always.
+    full_every: of so many rounds, one is sent in full all the same.
   """
 
   name = "tcp"
@@ -48,20 +58,28 @@ class TcpTransport:
     connections: int = 4,
     bucket_bytes: int = 64 << 20,
     process: ReceiverProcess | None = None,
+    delta: Encode | None = None,
+    full_every: int = 100,
   ):
-    if connections < 1:
-      raise ValueError(f"connections is {connections}, expected at least 1")
+    if connections < 1 or full_every < 1:
+      raise ValueError(
+        f"connections is {connections} and full_every {full_every}, expected at least 1"
+      )
     self.receivers = {url.rstrip("/"): address for url, address in receivers.items()}
     self.token, self.connections, self.bucket_bytes = token, connections, bucket_bytes
+    self.delta, self.full_every = delta, full_every
     self._process = process
     self._links: dict[str, dict[str, _Link]] = {}  # by round and server
+    self._kept: _Kept | None = None
+    self._differences: dict[str, Difference] = {}  # by round, from what is kept
+    self._lock = threading.Lock()
 
   def allocate(self, plan: Plan, key: str) -> Mapping[tuple[int, int], np.ndarray]:
     """Ordinary memory, freed with the staged weights."""
     del key
     return allocate(plan)
 
-  async def deliver(self, staged: Staged, peer: Control, version: int) -> int:
+  async def deliver(self, staged: Staged, peer: Control, version: int) -> Delivery:
     """Brings all buckets to the receiver, which checks them. The server goes on meanwhile.
 
     Raises:
@@ -70,24 +88,82 @@ class TcpTransport:
     address = self.receivers.get(peer.url)
     if address is None:
       raise CallError("unreachable", f"{peer.url} has no receiver, there are {self.receivers}")
+    since, how = None, ""
+    if self.delta is not None:
+      since, how = await asyncio.to_thread(self._difference, staged, peer.url)
+    if since is not None:
+      try:
+        await self._bring(staged, peer, address, version, since)
+      except BaseError as error:
+        how = f"in full, as the receiver says: {error}"
+      else:
+        return Delivery(since.difference.nbytes, how)
+    await self._bring(staged, peer, address, version, None)
+    return Delivery(staged.plan.nbytes, how)
+
+  async def _bring(
+    self,
+    staged: Staged,
+    peer: Control,
+    address: str,
+    version: int,
+    since: "_From | None",
+  ) -> None:
+    """Raises BaseError, too, when the receiver does not hold the base of `since`."""
     link = _Link(f"{peer.url}: receiver {address}", address, peer.deadline, version)
     if before := self._links.setdefault(staged.key, {}).pop(peer.url, None):
       before.close()
     self._links[staged.key][peer.url] = link
     try:
-      await asyncio.to_thread(link.deliver, staged, self.token, self.connections)
+      await asyncio.to_thread(link.deliver, staged, self.token, self.connections, since)
     except BaseException:  # cancelled too: the thread ends when its connections do
       link.close()
       raise
-    return staged.plan.nbytes
+
+  def _difference(self, staged: Staged, url: str) -> "tuple[_From | None, str]":
+    """What to send to the receiver of `url` in place of everything, or None and why not."""
+    kept = self._kept
+    if kept is None:
+      return None, "in full: nothing is kept from before"
+    link = kept.links.get(url)
+    if link is None:
+      return None, f"in full: its receiver did not get version {kept.version}"
+    if kept.staged.plan.digest != staged.plan.digest:
+      return None, f"in full: the layout is not that of version {kept.version}"
+    if kept.deltas + 1 >= self.full_every:
+      return None, f"in full: {kept.deltas} rounds were sent as deltas"
+    assert self.delta is not None
+    name = f"{self.delta.__name__} from version {kept.version}"
+    with self._lock:  # receivers are served at once, the difference is the same for all of them
+      if staged.key not in self._differences:
+        self._differences[staged.key] = difference(staged, kept.staged, self.delta)
+      made = self._differences[staged.key]
+    if made.nbytes >= staged.plan.nbytes:
+      return None, f"in full: {name} is not smaller"
+    base = Base(link.round, kept.version, kept.staged.fingerprint)
+    return _From(base, made), name
 
   async def send(self, staged: Staged, peer: Control, ranks: int) -> None:
     """Has the server load what its receiver holds; every rank slices what it needs."""
     del ranks
     await load_files(peer, self._links[staged.key][peer.url].path)
 
+  def retain(self, staged: Staged, version: int) -> None:
+    """Keeps the round as what the next is compared with, in place of the one before."""
+    if self.delta is None or not self._links.get(staged.key):
+      return
+    links, before = self._links.pop(staged.key), self._kept
+    deltas = before.deltas + 1 if before and any(link.since for link in links.values()) else 0
+    for link in links.values():
+      link.rest()
+    self._kept = _Kept(staged, version, links, deltas)
+    if before is not None:
+      before.close()
+
   def release(self, key: str) -> None:
     """Lets the receivers drop the round's files."""
+    with self._lock:
+      self._differences.pop(key, None)
     for link in self._links.pop(key, {}).values():
       link.close()
 
@@ -95,8 +171,31 @@ class TcpTransport:
     """Ends the receiver that was started for this transport, and every connection."""
     for key in list(self._links):
       self.release(key)
+    if self._kept is not None:
+      self._kept.close()
+      self._kept = None
     if self._process is not None:
       self._process.close()
+
+
+class _From(NamedTuple):
+  """What a round is sent as the difference from."""
+
+  base: Base
+  difference: Difference
+
+
+class _Kept(NamedTuple):
+  """The last committed round: its bytes here, and the connections that keep them there."""
+
+  staged: Staged
+  version: int
+  links: "Mapping[str, _Link]"  # by server
+  deltas: int  # rounds since the last one in full
+
+  def close(self) -> None:
+    for link in self.links.values():
+      link.close()
 
 
 class _Link:
@@ -106,13 +205,15 @@ class _Link:
     self.where, self.address, self.deadline, self.version = where, address, deadline, version
     self.round = secrets.randbits(63)  # no two attempts share it: a late frame belongs to none
     self.path = ""
+    self.since: _From | None = None
     self._sockets: list[socket.socket] = []
     self._closed = False
 
-  def deliver(self, staged: Staged, token: str, connections: int) -> None:
-    """Opens the round, sends every bucket, and has END checked. Raises CallError."""
+  def deliver(self, staged: Staged, token: str, connections: int, since: _From | None) -> None:
+    """Opens the round, sends every bucket, and has END checked. Raises CallError or BaseError."""
+    self.since = since
     tensors = tuple((s.name, s.shape, s.dtype) for s in staged.plan.segments)
-    begin = Begin(token, staged.key, tensors)
+    begin = Begin(token, staged.key, tensors, since and since.base)
     control = self._connect()
     self._exchange(control, wire.encode_begin(self.round, self.version, begin))
     waiting: queue.SimpleQueue[Bucket] = queue.SimpleQueue()
@@ -128,6 +229,13 @@ class _Link:
           raise error
     end = End(len(staged.plan.buckets), len(tensors), staged.plan.nbytes, staged.fingerprint)
     self.path = self._exchange(control, wire.encode_end(self.round, self.version, end)).path
+
+  def rest(self) -> None:
+    """Ends all connections but the first, which keeps the files, and forgets what was sent."""
+    self.since = None
+    for connection in self._sockets[1:]:
+      connection.close()
+    del self._sockets[1:]
 
   def close(self) -> None:
     """Ends every connection, also those that a thread is using. Idempotent."""
@@ -150,10 +258,14 @@ class _Link:
         bucket = waiting.get_nowait()
       except queue.Empty:
         return
-      data = staged.buffers[bucket.rank, bucket.index]
-      entries = wire.bucket_entries(staged, bucket)
-      head, payload = wire.encode_bucket(self.round, self.version, entries, data)
-      self._exchange(connection, head, payload)
+      self._exchange(connection, *self._encoded(staged, bucket))
+
+  def _encoded(self, staged: Staged, bucket: Bucket) -> tuple[bytes, memoryview]:
+    key = (bucket.rank, bucket.index)
+    if self.since is not None:
+      return wire.encode_delta(self.round, self.version, *self.since.difference.buckets[key])
+    entries = wire.bucket_entries(staged, bucket)
+    return wire.encode_bucket(self.round, self.version, entries, staged.buffers[key])
 
   def _connect(self) -> socket.socket:
     host, _, port = self.address.rpartition(":")
@@ -185,5 +297,7 @@ class _Link:
       raise CallError("lost", message) from error
     except OSError as error:
       raise CallError("lost", f"{self.where} broke off: {error}") from error
+    except BaseError:
+      raise
     except WireError as error:
       raise CallError("refused", f"{self.where} refused: {error}") from error
