@@ -8,6 +8,7 @@ them, and `save` and `load` speak the format of the PEFT library.
 import dataclasses
 import json
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import flax.struct
@@ -205,11 +206,12 @@ def save(
     base: the model that it belongs to, as PEFT shall find it.
   """
   with new_directory(directory) as partial:
-    write_file(partial / TENSORS, list(_entries(model, adapters, how)))
-    (partial / SETTINGS).write_text(json.dumps(_settings(how, base), indent=2) + "\n")
+    write_file(partial / TENSORS, list(entries(model, adapters, how)))
+    (partial / SETTINGS).write_text(json.dumps(settings(how, base), indent=2) + "\n")
 
 
-def _settings(how: Lora, base: str) -> dict[str, Any]:
+def settings(how: Lora, base: str = "") -> dict[str, Any]:
+  """The configuration of a PEFT adapter."""
   return {
     "base_model_name_or_path": base,
     "bias": "none",
@@ -231,8 +233,8 @@ def _names(rule: Rule, spec: ParamSpec) -> list[tuple[tuple[int, ...], str]]:
   return [(i, f"base_model.model.{m}") for i, m in zip(places, modules, strict=True)]
 
 
-def _entries(model: Model, adapters: Adapters, how: Lora):
-  """PEFT holds [out, in] matrices: ours transposed."""
+def entries(model: Model, adapters: Adapters, how: Lora) -> Iterator[TensorEntry]:
+  """The tensors of a PEFT adapter, float32. PEFT holds [out, in] matrices: ours transposed."""
   for path, (spec, rule) in _targets(model, how).items():
     for index, name in _names(rule, spec):
       for part, array in (("lora_A", adapters[path].a), ("lora_B", adapters[path].b)):

@@ -7,7 +7,9 @@ belong to.
 """
 
 import asyncio
+import collections
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -46,6 +48,9 @@ class SGLangEngine:
   is honoured by servers started with --enable-deterministic-inference (not available on CPU) and
   ignored by others: `seeded` says which, after `probe`. At temperature 0 the log-probs are those of
   softmax(logits).
+
+  After `use_adapter` requests name a LoRA adapter that the server has loaded, and the version of
+  what they sample is that adapter's, from the first token to the last.
   """
 
   def __init__(
@@ -71,6 +76,18 @@ class SGLangEngine:
     self._http: httpx.AsyncClient | None = None
     self._death: asyncio.Task[str] | None = None
     self._in_flight = 0
+    self._adapter: tuple[str, int] | None = None  # its name and version
+    self._naming: collections.Counter[str] = collections.Counter()  # requests in flight by adapter
+
+  def use_adapter(self, name: str, version: int) -> None:
+    """Requests that begin from now on are answered by the adapter of that name."""
+    self._adapter = (name, version)
+
+  async def adapter_ended(self, name: str) -> None:
+    """Returns once no request that names the adapter is in flight, and none will be."""
+    while self._naming[name] or (self._adapter is not None and self._adapter[0] == name):
+      await asyncio.sleep(POLL_SECONDS)
+    del self._naming[name]
 
   async def generate(
     self, request_id: str, prompt: Sequence[int], params: SamplingParams
@@ -99,6 +116,19 @@ class SGLangEngine:
       "sampling_params": sampling_fields(params),
       "return_logprob": True,
     }
+    adapter = self._adapter
+    if adapter is None:
+      return await self._generation(request_id, body, params)
+    self._naming[adapter[0]] += 1
+    try:
+      made = await self._generation(request_id, body | {"lora_path": adapter[0]}, params)
+    finally:
+      self._naming[adapter[0]] -= 1
+    return dataclasses.replace(made, version=np.full(len(made.ids), adapter[1], np.int32))
+
+  async def _generation(
+    self, request_id: str, body: Mapping[str, Any], params: SamplingParams
+  ) -> Generation:
     try:
       answer = await self._call("POST", "/generate", body, what=f"/generate {request_id}")
     except (EngineError, asyncio.CancelledError) as error:
@@ -109,6 +139,8 @@ class SGLangEngine:
 
   async def version(self) -> int:
     """The weight version it serves now; 0 before the first push."""
+    if self._adapter is not None:
+      return self._adapter[1]
     answer = await self._call("GET", "/model_info")
     return read_version(answer.get("weight_version"), self.name)
 

@@ -3,7 +3,7 @@ failure.
 """
 
 import asyncio
-from collections.abc import AsyncIterable, Mapping
+from collections.abc import AsyncIterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import httpx
@@ -91,6 +91,36 @@ class Control:
     except (KeyError, IndexError, TypeError) as error:
       raise CallError("refused", f"{self.url}/weights_checker answer lacks {error}") from error
     return tuple(sorted(found, key=lambda checksum: checksum.rank))
+
+  async def adapters(self) -> tuple[str, ...]:
+    """The names of the adapters that requests may ask for."""
+    answer = await self.call("GET", "/v1/models")
+    try:
+      return tuple(str(card["id"]) for card in answer["data"] if card.get("parent"))
+    except (KeyError, TypeError, AttributeError) as error:
+      raise CallError("refused", f"{self.url}/v1/models answer lacks {error}") from error
+
+  async def load_adapter(self, name: str, body: Mapping[str, Any], ranks: int) -> None:
+    """Loads an adapter under a new name, beside those that are there; `body` holds one payload."""
+    payloads = [*body["serialized_named_tensors"]] * ranks
+    whole = {**body, "lora_name": name, "serialized_named_tensors": payloads}
+    await self.call("POST", "/load_lora_adapter_from_tensors", whole)
+
+  async def unload_adapter(self, name: str) -> None:
+    """Takes an adapter away; the server waits for the requests on it, and other loads wait too."""
+    await self.call("POST", "/unload_lora_adapter", {"lora_name": name})
+
+  async def prompt_logp(self, ids: Sequence[int], adapter: str | None) -> list[float]:
+    """Log-probs of ids[1:] at temperature 1, by an adapter or by the model itself."""
+    body = {
+      "input_ids": list(ids), "return_logprob": True, "logprob_start_len": 0, "lora_path": adapter,
+      "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+    }  # fmt: skip
+    answer = await self.call("POST", "/generate", body)
+    try:
+      return [float(entry[0]) for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+    except (KeyError, IndexError, TypeError) as error:
+      raise CallError("refused", f"{self.url}/generate answer lacks {error}") from error
 
   async def call(
     self,

@@ -221,6 +221,38 @@ def test_one_engine_serves_several_event_loops(serve):
   assert body["return_logprob"] is True and body["sampling_params"]["stop_token_ids"] == [9]
 
 
+def test_requests_name_the_adapter_that_they_began_with(serve):
+  release = threading.Event()
+
+  def reply(body):
+    if body["rid"] == "slow":
+      release.wait(20)
+    return 200, json.dumps(good_answer()).encode()
+
+  server = serve(reply)
+  engine = SGLangEngine(server.url, VOCABULARY)
+
+  async def main():
+    assert (await engine.generate("plain", (1, 2), PARAMS)).version.tolist() != [1, 1, 1]
+    engine.use_adapter("run:1", 1)
+    slow = asyncio.create_task(engine.generate("slow", (1, 2), PARAMS))
+    while len(server.posts) < 2:
+      await asyncio.sleep(0.01)
+    engine.use_adapter("run:2", 2)
+    ended = asyncio.create_task(engine.adapter_ended("run:1"))
+    assert (await engine.generate("next", (1, 2), PARAMS)).version.tolist() == [2, 2, 2]
+    assert await engine.version() == 2
+    await asyncio.sleep(0.3)
+    assert not ended.done()
+    release.set()
+    assert (await slow).version.tolist() == [1, 1, 1]  # whatever the server says of the model
+    await asyncio.wait_for(ended, 5)
+    await engine.close()
+
+  asyncio.run(main())
+  assert [body.get("lora_path") for _, body in server.posts] == [None, "run:1", "run:2"]
+
+
 @pytest.mark.parametrize(
   ("reply", "message"),
   [

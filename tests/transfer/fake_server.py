@@ -46,6 +46,9 @@ class FakeServer:
     self.buckets: list[list[tuple[str, np.ndarray]]] = []
     self.open = False  # between begin and end of an update
     self.groups: dict[str, socket.socket] = {}  # a socket stands for a process group
+    self.takes_adapters, self.applies_adapters = True, True
+    self.adapters: dict[str, dict[str, np.ndarray]] = {}
+    self.answering: list[str] = []  # by which adapter, one for each request that runs
     self._server: asyncio.Server | None = None
     self._tasks: set[asyncio.Task] = set()
 
@@ -83,6 +86,7 @@ class FakeServer:
     self.tensors = {"model.norm.weight": np.zeros(4, np.float32)}
     self.version = self.cached_by = "default"
     self.paused = self.open = False
+    self.adapters = {}
     self._leave()
     self.started = next(_START)
 
@@ -141,7 +145,21 @@ class FakeServer:
       case "/server_info":
         return 200, {
           "tp_size": 1, "dtype": "float32", "device": "cpu", "startup_time": self.started,
+          "enable_lora": self.takes_adapters,
         }  # fmt: skip
+      case "/v1/models":
+        cards = [{"id": name, "parent": "model"} for name in self.adapters]
+        return 200, {"data": [{"id": "model", "parent": None}, *cards]}
+      case "/load_lora_adapter_from_tensors":
+        return self._load_adapter(body)
+      case "/unload_lora_adapter":
+        assert body["lora_name"] not in self.answering, (
+          "the server would wait, and others behind it"
+        )
+        if self.adapters.pop(body["lora_name"], None) is None:
+          return 400, {"success": False, "error_message": f"{body['lora_name']} does not exist"}
+      case "/generate":
+        return self._generate(body)
       case "/pause_generation":
         self.paused = True
       case "/continue_generation":
@@ -198,6 +216,30 @@ class FakeServer:
       case _:
         return 404, {}
     return 200, {"success": True}
+
+  def _load_adapter(self, body):
+    """As SGLang: a name is loaded once, and every tensor must have its checksum."""
+    (payload,) = body["serialized_named_tensors"]
+    tensors = dict(_read(payload, body["load_format"]))
+    if body["lora_name"] in self.adapters:
+      return 400, {"success": False, "error_message": f"{body['lora_name']} is already loaded"}
+    made = {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in tensors.items()}
+    assert made == body["expected_checksums"], "this would end a server"
+    assert body["config_dict"]["peft_type"] == "LORA"
+    self.adapters[body["lora_name"]] = tensors
+    return 200, {"success": True}
+
+  def _generate(self, body):
+    """Log-probs of the prompt, which depend on the adapter."""
+    name = body["lora_path"]
+    if name is not None and name not in self.adapters:
+      return 400, {"error": {"message": f"{name} was never loaded"}}
+    change = 0.0
+    if name is not None and self.applies_adapters:
+      change = sum(float(np.abs(array).sum()) for array in self.adapters[name].values())
+    entries = [[None, i, None] if k == 0 else [-1.0 - change, i, None]
+               for k, i in enumerate(body["input_ids"])]  # fmt: skip
+    return 200, {"output_ids": [0], "meta_info": {"input_token_logprobs": entries}}
 
   def _checksums(self):
     if any("qkv_proj" in name for name in self.tensors):  # a direct push: its own parameters
