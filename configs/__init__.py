@@ -12,7 +12,7 @@ from configs.pods.qwen3 import (
   qwen3_30b_a3b_h200_64,
 )
 from configs.pods.qwen3_5 import qwen3_5_0_8b_h200_1
-from configs.precision import use_fp8_products, use_fp8_sampler, use_lora
+from configs.precision import use_adapter_pushes, use_fp8_products, use_fp8_sampler, use_lora
 from configs.quickstart import quickstart
 from configs.tiny import tiny_rl, tiny_sft
 
@@ -28,6 +28,7 @@ __all__ = [
   "qwen3_30b_a3b_h200_64",
   "tiny_rl",
   "tiny_sft",
+  "use_adapter_pushes",
   "use_algorithm",
   "use_embedded",
   "use_fp8",

@@ -72,8 +72,9 @@ def use_lora(
   base_dtype: str = "float32",
   start: str | None = None,
 ) -> None:
-  """Trains adapters alone, see `models.lora.Lora`; engines get the merged weights, and the run
-  leaves `adapter/`, a PEFT directory, beside `model/`.
+  """Trains adapters alone, see `models.lora.Lora`; engines get the merged weights, or with
+  `use_adapter_pushes` the adapters, and the run leaves `adapter/`, a PEFT directory, beside
+  `model/`.
 
   Raises ValueError for what is no `Experiment` and not `Supervised`.
   """
@@ -81,6 +82,23 @@ def use_lora(
   config.lora = fdl.Config(
     Lora, rank=rank, alpha=float(alpha), targets=tuple(targets), base_dtype=base_dtype, start=start
   )
+
+
+def use_adapter_pushes(config: fdl.Config[Experiment]) -> None:
+  """Adapters alone go to the SGLang server, each version beside the one before it, and requests
+  name theirs; the server keeps the frozen weights (docs/transfer.md).
+
+  Raises ValueError without `use_lora` before it, or where the engine is no SGLang server.
+  """
+  require(config, "LoRA pushes", Experiment)
+  if config.lora is None:
+    raise ValueError("there are no adapters to push: use_lora before it")
+  engine = config.engine
+  if not isinstance(engine, fdl.Config) or fdl.get_callable(engine) is not engines.sglang:
+    raise ValueError(
+      f"adapters are pushed to a SGLang server, the engine is {engine}: use_sglang before it"
+    )
+  config.push_adapters = True
 
 
 def require(config: fdl.Config, what: str, *kinds: type) -> None:

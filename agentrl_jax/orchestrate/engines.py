@@ -16,13 +16,15 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from agentrl_jax.models.lora import Lora
 from agentrl_jax.models.model import Model
 from agentrl_jax.ops.quantize import OCP, Quantization
 from agentrl_jax.rollout.engine import Engine
 from agentrl_jax.rollout.sglang import SGLangEngine
-from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer, find_python
+from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer, find_python, has_cuda
 from agentrl_jax.sampler.engine import EmbeddedEngine
 from agentrl_jax.sampler.placement import NO_FP8, SamplerFp8
+from agentrl_jax.transfer.adapters import adapter_publisher, server_flags
 from agentrl_jax.transfer.embedded import embedded_publisher
 from agentrl_jax.transfer.push import sglang_publisher
 from agentrl_jax.transfer.report import Publisher, PushError, PushReport, State
@@ -32,7 +34,9 @@ from agentrl_jax.transfer.transports.broadcast import SENDER, BroadcastTransport
 
 @dataclasses.dataclass(frozen=True)
 class EngineContext:
-  """What an engine is opened with: the trainer's model, its weights now, and where things are."""
+  """What an engine is opened with: the trainer's model, what is to be served of it now, and where
+  things are. With `lora` that is the adapters alone, beside the frozen weights of `directory`.
+  """
 
   model: Model
   weights: Any
@@ -42,6 +46,7 @@ class EngineContext:
   context_tokens: int
   seed: int
   say: Callable[[str], None] = print  # one line to a person
+  lora: Lora | None = None
 
 
 class Host(Protocol):
@@ -82,6 +87,11 @@ def embedded(*, slots: int = 32, dtype: str = "float32", fp8: SamplerFp8 = NO_FP
   """
 
   async def open_engine(context: EngineContext) -> Host:
+    if context.lora is not None:
+      raise ValueError(
+        "adapters are pushed to a SGLang server, the engine is the embedded sampler: it is given "
+        "merged weights, without a wire between"
+      )
     engine = EmbeddedEngine(
       context.model,
       context.weights,
@@ -131,6 +141,10 @@ def sglang(
 
   async def open_engine(context: EngineContext) -> Host:
     directory, extra = context.directory, ()
+    if context.lora is not None:
+      if quantization is not None:
+        raise ValueError("the server's weights are FP8, which adapters alone do not bring there")
+      extra = server_flags(context.lora, cuda=has_cuda())
     if quantization is not None:
       directory = _fp8_model(context.directory, context.workdir / "served-fp8")
       extra = ("--load-format", "dummy")
@@ -151,20 +165,33 @@ def sglang(
       await asyncio.to_thread(server.start)
       vocab_size = context.model.config.vocab_size
       engine = SGLangEngine(server.url, vocab_size, server=server, call_seconds=call_seconds)
-      servers = Servers([server.url], _nbytes(context.weights, dtype), tensor_parallel)
-      choice = (transport or fastest())(servers)
-      context.say(str(choice))
-      publisher = sglang_publisher(
-        context.model,
-        servers.urls,
-        transport=choice.transport,
-        run_id=_run_id(context.workdir),
-        deadline=push_seconds,
-        quantization=quantization,
-      )
+      run_id = _run_id(context.workdir)
+      if context.lora is not None:
+        context.say("transport adapter: the model stays as the server loaded it")
+        publisher: Publisher = adapter_publisher(
+          context.model,
+          context.lora,
+          [server.url],
+          requests=engine,
+          run_id=run_id,
+          deadline=push_seconds,
+        )
+      else:
+        servers = Servers([server.url], _nbytes(context.weights, dtype), tensor_parallel)
+        choice = (transport or fastest())(servers)
+        context.say(str(choice))
+        publisher = sglang_publisher(
+          context.model,
+          servers.urls,
+          transport=choice.transport,
+          run_id=run_id,
+          deadline=push_seconds,
+          quantization=quantization,
+        )
       opened.push_async_callback(publisher.close)
-      host = _SGLang(server, engine, publisher, started_empty=quantization is not None)
-      if context.version or host.started_empty:
+      starts_without = quantization is not None or context.lora is not None
+      host = _SGLang(server, engine, publisher, starts_without)
+      if context.version or host.starts_without:
         await host.serve(context.weights, context.version)
       await engine.probe(tolerance=1e-3 if dtype == "float32" else 0.1)
       opened.pop_all()
@@ -199,7 +226,7 @@ class _SGLang:
   server: SGLangServer
   engine: SGLangEngine
   publisher: Publisher
-  started_empty: bool  # the server has no weights until the first push
+  starts_without: bool  # the server has no weights, or no adapter, until the first push
 
   async def serve(self, weights: Any, version: int) -> None:
     require_committed(await self.publisher.publish(weights, version))
@@ -207,7 +234,7 @@ class _SGLang:
   async def revive(self, weights: Any, version: int) -> None:
     await asyncio.to_thread(self.server.restart)
     await self.publisher.recover()
-    if version or self.started_empty:
+    if version or self.starts_without:
       await self.serve(weights, version)
 
   async def flush(self) -> None:

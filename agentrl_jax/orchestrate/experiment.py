@@ -111,8 +111,9 @@ class Experiment:
   engines. `clip` moves the upper clip of algorithms that read it (`with_clip_high`, as `ac2`) after
   each step by the policy's entropy. `remat` says what of each layer is kept for the backward pass
   (`models.remat`). `routers` is for mixtures of experts. `fp8` has the learner compute products in
-  FP8, `lora` has it train adapters alone (docs/precision.md). `architecture` is what the directory
-  must hold, where that is known: a run refuses another, and `launch.plan` needs no directory.
+  FP8, `lora` has it train adapters alone (docs/precision.md), and with `push_adapters` these alone
+  go to the engine, not merged weights. `architecture` is what the directory must hold, where that
+  is known: a run refuses another, and `launch.plan` needs no directory.
   """
 
   model: str
@@ -139,6 +140,7 @@ class Experiment:
   routers: Routers = AS_CHECKPOINT
   fp8: Fp8 | None = None
   lora: Lora | None = None
+  push_adapters: bool = False
   architecture: Model | None = None
 
   @property
@@ -165,6 +167,8 @@ class Experiment:
         f"routers.correction_rate is {self.routers.correction_rate}, expected 0 with lora: routers "
         "are frozen"
       )
+    if self.push_adapters and self.lora is None:
+      raise ValueError("push_adapters is set, but lora is None: there are no adapters to push")
     if self.batch.row_length <= self.limits.context_tokens:
       raise ValueError(
         f"batch.row_length is {self.batch.row_length}, expected more than limits.context_tokens, "

@@ -34,7 +34,7 @@ from agentrl_jax.models import lora
 from agentrl_jax.models.checkpoint_files import fingerprint
 from agentrl_jax.models.hf import load_model, save_weights
 from agentrl_jax.models.lora import Lora
-from agentrl_jax.models.model import Model, Weights, is_spec, parameter_path
+from agentrl_jax.models.model import Model, is_spec, parameter_path
 from agentrl_jax.models.sharding import make_mesh
 from agentrl_jax.orchestrate import hosts
 from agentrl_jax.orchestrate.engines import EngineContext, Host, require_committed
@@ -77,7 +77,7 @@ class Run:
   step: int
   cursor: int  # of the training tasks
   served: Any
-  deliver: Callable[[TrainState], Weights]  # the policy as weights alone
+  deliver: Callable[[TrainState], Any]  # the policy as an engine is given it
   policy: EvaluateFn
   prepare: PrepareFn
   update: StepFn
@@ -131,11 +131,18 @@ class Run:
       ),
     )
 
-  def export(self) -> Path:
-    """Writes the trained model as a Hugging Face directory that serves and trains again."""
+  def export(self) -> Path | None:
+    """Writes the trained model as a Hugging Face directory that serves and trains again, where
+    there is a stage. All processes call this.
+    """
+    served = self.served
+    if self.experiment.push_adapters:
+      served = hosts.gathered(make_deliver(self.experiment.products)(self.state))
+    if self.stage is None:
+      return None
     directory = self.workdir / "model"
     source = Path(self.experiment.model)
-    save_weights(self.model, self.served, directory, dtype=jnp.float32, copy_from=source)
+    save_weights(self.model, served, directory, dtype=jnp.float32, copy_from=source)
     return directory
 
   def export_adapter(self) -> Path | None:
@@ -180,7 +187,7 @@ async def open_run(
       keep_config(workdir, config, progress)
     saver = checkpoint.Saver(workdir / "checkpoints", keep=experiment.keep_checkpoints)
     stack.callback(saver.close)
-    deliver = make_deliver(experiment.products)
+    deliver = make_deliver(experiment.products, push_adapters=experiment.push_adapters)
     served = hosts.gathered(deliver(state))
     opening = _stage(experiment, workdir, model, served, step, progress)
     learner = _learner(experiment, model, mesh)
@@ -221,7 +228,17 @@ async def _stage(
   context = experiment.limits.context_tokens
   with contextlib.closing(metrics):
     host = await experiment.engine(
-      EngineContext(model, served, step, directory, workdir, context, experiment.seed, progress.say)
+      EngineContext(
+        model,
+        served,
+        step,
+        directory,
+        workdir,
+        context,
+        experiment.seed,
+        progress.say,
+        experiment.lora if experiment.push_adapters else None,
+      )
     )
     try:
       yield Stage(make_play(experiment, host.engine), host, metrics)
@@ -291,8 +308,12 @@ def export_adapter(
   return directory
 
 
-def make_deliver(products: Products) -> Callable[[TrainState], Weights]:
-  """What an engine and a model directory are given of a state: merged where there are adapters."""
+def make_deliver(products: Products, *, push_adapters: bool = False) -> Callable[[TrainState], Any]:
+  """What an engine is given of a state: weights, merged where there are adapters, or these alone.
+  Merged is also what a model directory is given.
+  """
+  if push_adapters:
+    return lambda state: state.beside and state.beside.adapters
   if products.lora is None:
     return lambda state: state.weights
   merge = jax.jit(functools.partial(whole_policy, products))

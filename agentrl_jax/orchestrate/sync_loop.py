@@ -54,8 +54,7 @@ async def train(
       await take_step(run)
       await measure(run)
     progress.update("steps", run.step, experiment.steps)
-    if run.stage is not None:
-      run.export()
+    run.export()
     run.export_adapter()
 
 

@@ -58,7 +58,7 @@ def adapter_publisher(
 ) -> "AdapterPublisher":
   """A publisher of the adapters of `how` for servers that hold the frozen `model`.
 
-  The servers run with `server_flags(how)` or more.
+  The servers run with `server_flags` or more.
 
   Args:
     urls: one for each replica; each may be tensor parallel.
@@ -72,13 +72,13 @@ def adapter_publisher(
   return AdapterPublisher(model, how, urls, requests, run_id, deadline)
 
 
-def server_flags(how: Lora) -> tuple[str, ...]:
+def server_flags(how: Lora, *, cuda: bool) -> tuple[str, ...]:
   """What a SGLang server must be started with to serve such adapters. Strict: an adapter with a
   name that the server does not know is refused, not ignored.
   """
-  targets = sorted(how.targets)
+  targets, backend = sorted(how.targets), () if cuda else ("--lora-backend", "torch_native")
   return (
-    "--enable-lora", "--lora-strict-loading", "--max-lora-rank", str(how.rank),
+    *backend, "--enable-lora", "--lora-strict-loading", "--max-lora-rank", str(how.rank),
     "--lora-target-modules", *targets,
   )  # fmt: skip
 

@@ -279,7 +279,7 @@ def test_a_trainer_that_came_back_replaces_what_it_cannot_prove():
 
 
 def test_flags_and_bodies_say_what_the_adapter_is():
-  assert server_flags(HOW)[-5:] == (
+  assert server_flags(HOW, cuda=True)[-5:] == (
     "--max-lora-rank", "2", "--lora-target-modules", "down_proj", "q_proj",
   )  # fmt: skip
   packed, same, other = (
