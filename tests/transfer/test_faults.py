@@ -19,9 +19,11 @@ W18  test_stage, test_sglang: one weight
 W19  test_push, test_faults: who is silent is named within the deadline
 W20  test_push: replicas
 W21  test_push, test_plan: ties
+W22  test_adapters, test_sglang_adapters: an adapter changes what is answered
 W23  test_sglang, test_sglang_fp8, test_plan_engines: equal to an export
 W24  test_stage: hashes
 W25  test_stage: replicated sources
+W26  test_delta: equal to a full push; another base, and a second application, refused
 W27  test_push: staging is freed, or kept while it may be read
 W28  test_push: fifty rounds
 W29  test_plan: digests
@@ -30,8 +32,7 @@ W31  test_push: a refused flush
 W32  test_stage: rounding to bfloat16
 W33  test_push: an older trainer
 
-W13 to W16 are the training loop's (tests/orchestrate, tests/learner). W22 (adapters) and W26
-(deltas) have no code yet.
+W13 to W16 are the training loop's (tests/orchestrate, tests/learner).
 """
 
 import asyncio

@@ -13,6 +13,7 @@ import pytest
 from agentrl_jax.models.hf import load_model, load_weights, save_weights
 from agentrl_jax.models.sharding import make_mesh, shardings
 from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer
+from agentrl_jax.transfer.delta import overwrite, xor
 from agentrl_jax.transfer.push import sglang_publisher
 from agentrl_jax.transfer.report import State
 from agentrl_jax.transfer.transports.broadcast import SENDER, BroadcastTransport
@@ -164,6 +165,37 @@ def test_a_push_while_generating_marks_each_token(sglang_server, tiny_llama, tra
   assert {span["version"] for span in spans} <= {"test:1", "test:2"}
   assert spans[0]["start"] == 0
   assert spans[-1]["end"] == 400
+
+
+@pytest.mark.parametrize("how", [xor, overwrite], ids=lambda how: how.__name__)
+def test_deltas_make_what_full_pushes_make(
+  sglang_server, sglang_python, tiny_llama, tmp_path, how
+):  # W26
+  model = load_model(tiny_llama)
+  weights = load_weights(model, tiny_llama)
+  last = jax.tree.map(lambda w: w + jnp.asarray(1e-3, w.dtype), weights)
+  step = weights.replace(final_norm=weights.final_norm.at[0].add(0.5))
+  transport = local(tmp_path / "received", delta=how, connections=2, bucket_bytes=1 << 16)
+
+  async def main():
+    publisher = sglang_publisher(
+      model, [sglang_server.url], transport=transport, run_id="test", deadline=120
+    )
+    reports = [
+      await publisher.publish(tree, version)
+      for version, tree in enumerate([weights, step, step, last], start=1)
+    ]
+    await publisher.close()
+    return reports
+
+  reports = asyncio.run(main())
+  assert [report.state for report in reports] == [State.COMMITTED] * 4
+  assert reports[1].delivered == (f"{how.__name__} from version 1",)
+  shares = [report.delivered_share for report in reports]
+  assert shares[0] == 1.0 and shares[1] < 0.01 and shares[2] == 0.0 and shares[3] <= 1.0
+  got, _ = score(sglang_server)
+  want = reference(sglang_python, model, last, tiny_llama, tmp_path / "export")
+  np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
 def test_a_sender_that_is_killed_fences_the_server_and_is_replaced(
