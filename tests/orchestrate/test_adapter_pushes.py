@@ -1,0 +1,90 @@
+"""Runs whose engine is given adapters alone."""
+
+import asyncio
+import json
+
+import fiddle as fdl
+import pytest
+from fiddle.experimental import serialization
+from rich.console import Console
+
+from agentrl_jax.learner.products import Products
+from agentrl_jax.models.hf import load_model
+from agentrl_jax.models.lora import Lora
+from agentrl_jax.ops.quantize import OCP
+from agentrl_jax.orchestrate import engines, tiny
+from agentrl_jax.orchestrate.engines import EngineContext
+from agentrl_jax.orchestrate.metrics import Progressing
+from agentrl_jax.orchestrate.run import make_deliver
+from agentrl_jax.orchestrate.sync_loop import train
+from configs import tiny_rl, use_adapter_pushes, use_lora, use_sglang
+from tests.transfer.test_sglang_adapters import write_plugin
+
+LORA = {"rank": 4, "alpha": 8.0, "targets": ("q_proj", "down_proj")}
+
+
+def test_adapters_are_pushed_where_there_are_some_and_a_server():
+  config = tiny_rl()
+  with pytest.raises(ValueError, match="there are no adapters to push: use_lora before it"):
+    use_adapter_pushes(config)
+  use_lora(config, **LORA)
+  with pytest.raises(ValueError, match="to a SGLang server, the engine is .*embedded"):
+    use_adapter_pushes(config)
+  use_sglang(config)
+  use_adapter_pushes(config)
+  again = fdl.build(serialization.load_json(serialization.dump_json(config)))
+  assert again.push_adapters
+  config.lora = None
+  with pytest.raises(ValueError, match="push_adapters is set, but lora is None"):
+    fdl.build(config)
+
+
+def test_an_engine_is_given_the_adapters_themselves(tmp_path):
+  class State:
+    weights, beside = "frozen", type("Beside", (), {"adapters": {"path": "adapter"}})
+
+  how = Lora(**LORA)
+  assert make_deliver(Products(None, how), push_adapters=True)(State) == {"path": "adapter"}
+  context = EngineContext(None, {}, 0, tmp_path, tmp_path, 64, 0, print, how)
+  with pytest.raises(ValueError, match="the embedded sampler: it is given merged weights"):
+    asyncio.run(engines.embedded()(context))
+  with pytest.raises(ValueError, match="the server's weights are FP8"):
+    asyncio.run(engines.sglang(dtype="bfloat16", quantization=OCP)(context))
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_pushes_adapters(sglang_python, tmp_path, monkeypatch):
+  """The server's log-probs are the learner's, and each token has its adapter's version."""
+  plugins = tmp_path / "plugins"
+  plugins.mkdir()
+  monkeypatch.setenv("PYTHONPATH", str(write_plugin(plugins)))
+  monkeypatch.setenv("AGENTRL_SGLANG_PYTHON", str(sglang_python))
+  model = tmp_path / "model"
+  model.mkdir()
+  tiny.tiny_llama(vocab_size=300, embed=32, layers=1, heads=2, kv_heads=1, ffw=64)(model)
+  config = tiny_rl()
+  config.model, config.tasks.data_dir = str(model), str(tmp_path / "tasks")
+  config.tasks.train_tasks, config.tasks.held_out_tasks = 16, 4
+  config.steps, config.concurrency, config.checkpoint_every = 2, 8, 1
+  config.batch.groups, config.batch.members, config.batch.only_mixed = 2, 4, False
+  config.batch.row_length, config.batch.micro_rows = 160, 2
+  config.evaluation.tasks = 0
+  config.limits.turn_tokens = 8
+  use_lora(config, **LORA)
+  use_sglang(config)
+  use_adapter_pushes(config)
+  workdir = tmp_path / "run"
+  for steps in (2, 3):  # and once more from a checkpoint
+    config.steps = steps
+    with Progressing(Console(quiet=True)) as progress:
+      asyncio.run(train(fdl.build(config), workdir, progress))
+  rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+  assert [row["step"] for row in rows] == [0, 1, 2]
+  assert all(row["mismatch_max"] < 1e-4 for row in rows)
+  merged = load_model(workdir / "model")
+  assert merged.family == "llama"
+  log = (workdir / "sglang.log").read_text()
+  assert "/load_lora_adapter_from_tensors" in log
+  assert "/update_weights" not in log
