@@ -3,7 +3,8 @@
     python -m benchmarks.deltas --model=DIR
 
 A step adds +-STEP to every float32 weight, as Adam's first does with that learning rate; weights
-are then compared in bfloat16. MB/s are of the bytes of the weights.
+are then compared in bfloat16. The float32 weights are drawn from those that round to the model's,
+as they lie after some training. MB/s are of the bytes of the weights.
 """
 
 import time
@@ -22,8 +23,8 @@ STEPS = flags.DEFINE_multi_float("step", [1e-7, 1e-6, 1e-5, 1e-4], "Sizes of a s
 
 def main(_) -> None:
   files = TensorFiles(Path(MODEL.value))
-  weights = {name: files.read(name).astype(np.float32) for name in files.names()}
   rng = np.random.default_rng(0)
+  weights = {name: unrounded(rng, files.read(name)) for name in files.names()}
   for step in STEPS.value:
     pairs = [(as_bytes(w), as_bytes(w + signs(rng, w.shape) * step)) for w in weights.values()]
     nbytes = sum(len(old) for old, _ in pairs)
@@ -41,6 +42,13 @@ def main(_) -> None:
         f"{nbytes / 1e6:.0f} MB, made at {nbytes / 1e6 / (middle - start):.0f} MB/s, applied at "
         f"{nbytes / 1e6 / (end - middle):.0f} MB/s"
       )
+
+
+def unrounded(rng: np.random.Generator, array: np.ndarray) -> np.ndarray:
+  """float32 values that round to these in bfloat16: their lower 16 bits are drawn."""
+  bits = array.astype(jnp.bfloat16).view(np.uint16).astype(np.int64) << 16
+  bits = np.maximum(bits + rng.integers(-(1 << 15), 1 << 15, bits.shape), 0)
+  return bits.astype(np.uint32).view(np.float32)
 
 
 def signs(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:

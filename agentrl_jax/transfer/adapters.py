@@ -99,6 +99,7 @@ def pack(model: Model, adapters: Adapters, how: Lora) -> Packed:
   """
   held = {name: leaf for name, leaf in leaves(adapters).items() if isinstance(leaf, jax.Array)}
   check_replicas(held)
+  adapters = jax.tree.map(np.asarray, adapters)
   entries: list[Entry] = []
   data = bytearray()
   checksums: dict[str, str] = {}

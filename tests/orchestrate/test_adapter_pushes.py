@@ -28,7 +28,7 @@ def test_adapters_are_pushed_where_there_are_some_and_a_server():
   with pytest.raises(ValueError, match="there are no adapters to push: use_lora before it"):
     use_adapter_pushes(config)
   use_lora(config, **LORA)
-  with pytest.raises(ValueError, match="to a SGLang server, the engine is .*embedded"):
+  with pytest.raises(ValueError, match=r"to a SGLang server, the engine is .*embedded"):
     use_adapter_pushes(config)
   use_sglang(config)
   use_adapter_pushes(config)

@@ -193,6 +193,15 @@ def rounds(root, transport, test):
   asyncio.run(main())
 
 
+def only(root):
+  """The one directory under `root`, once the receiver has dropped the one before."""
+  deadline = time.monotonic() + 5.0
+  while len(found := list(root.iterdir())) != 1:
+    assert time.monotonic() < deadline, found
+    time.sleep(0.005)
+  return found[0]
+
+
 def expect(fake, weights, version, root):
   """The server answers with exactly these weights."""
   ((_, (_, want)),) = pushes(root, local(root / "expected"), [weights])
@@ -203,8 +212,7 @@ def test_a_base_that_is_not_the_one_is_never_served(tmp_path):  # W26
   transport = local(tmp_path / "r", delta=xor)
 
   async def test(step, publisher, fake):
-    (directory,) = (tmp_path / "r").iterdir()
-    (path,) = directory.iterdir()
+    (path,) = only(tmp_path / "r").iterdir()
     data = bytearray(path.read_bytes())
     data[-1] ^= 1  # of the last tensor, which the next step does not touch
     path.write_bytes(data)
@@ -214,13 +222,11 @@ def test_a_base_that_is_not_the_one_is_never_served(tmp_path):  # W26
     assert how.startswith("in full, as the receiver says: ")
     assert how.endswith("the base does not give the bytes that version 2 has")
     assert report.delivered_share == 1.0
-    path = next((tmp_path / "r").iterdir())
-    for file in path.iterdir():
+    for file in only(tmp_path / "r").iterdir():
       file.write_bytes(file.read_bytes()[:100])
     report = await publisher.publish(step(3), 3)
     assert "of the base" in report.delivered[0]
-    (old,) = (tmp_path / "r").iterdir()
-    for file in old.iterdir():
+    for file in only(tmp_path / "r").iterdir():
       file.unlink()
     report = await publisher.publish(step(4), 4)
     assert "is gone" in report.delivered[0]

@@ -80,7 +80,7 @@ class BroadcastTransport:
     who = process_of(facts)
     found = self._senders.get(peer.url)
     if found is not None and found.joined == who and found.alive():
-      return 0
+      return Delivery()
     self._end(peer.url)
     for group in self._left.pop(peer.url, []):
       with contextlib.suppress(CallError):  # a server that was restarted has none
