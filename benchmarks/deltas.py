@@ -46,9 +46,9 @@ def main(_) -> None:
 
 def unrounded(rng: np.random.Generator, array: np.ndarray) -> np.ndarray:
   """float32 values that round to these in bfloat16: their lower 16 bits are drawn."""
-  bits = array.astype(jnp.bfloat16).view(np.uint16).astype(np.int64) << 16
-  bits = np.maximum(bits + rng.integers(-(1 << 15), 1 << 15, bits.shape), 0)
-  return bits.astype(np.uint32).view(np.float32)
+  size = np.abs(array.astype(np.float32)).view(np.int32).astype(np.int64)
+  size = np.maximum(size + rng.integers(-(1 << 15), 1 << 15, size.shape), 0)
+  return np.copysign(size.astype(np.int32).view(np.float32), array.astype(np.float32))
 
 
 def signs(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
