@@ -420,10 +420,10 @@ def _payload_start(metadata_bytes: int) -> int:
 def _tensors(entries: Sequence[Entry], payload: memoryview) -> tuple[np.ndarray, ...]:
   bytes_ = np.frombuffer(payload, np.uint8) if len(payload) else np.zeros(0, np.uint8)
   out, at = [], 0
-  for entry in sorted(entries, key=lambda e: e.offset):
-    if entry.nbytes and bytes_[at : entry.offset].any():
+  for entry in sorted((e for e in entries if e.nbytes), key=lambda e: e.offset):
+    if bytes_[at : entry.offset].any():
       raise WireError(f"the gap before {entry.name} is not zero")
-    at = max(at, entry.offset + entry.nbytes)
+    at = entry.offset + entry.nbytes
   if bytes_[at:].any():
     raise WireError(f"the payload after byte {at} is not zero")
   for entry in entries:

@@ -387,7 +387,7 @@ def test_deltas_of_fp8_are_of_bytes_and_scales(tmp_path, how):
   transport.retain(first, 1)
   delivery = asyncio.run(transport.deliver(second, Peer(), 2))
   assert delivery.how == f"{how.__name__} from version 1"
-  assert delivery.nbytes < 0.1 * second.plan.nbytes
+  assert delivery.nbytes < 0.6 * second.plan.nbytes  # the element is the largest of its block
   changes = [
     c for _, changes, _ in difference(second, first, how).buckets.values() for c in changes
   ]
@@ -430,6 +430,14 @@ def frames_of(round, version, staged, base=None, since=None):
   yield wire.encode_end(round, version, end)
 
 
+def await_none(root):
+  """Until nothing of the second round is left."""
+  deadline = time.monotonic() + 5.0
+  while list(root.glob("run-2*")):
+    assert time.monotonic() < deadline
+    time.sleep(0.005)
+
+
 def test_a_receiver_applies_a_delta_once_and_only_to_its_base(tmp_path):  # W26
   receiver = FileReceiver(tmp_path, TOKEN)
   transport = local(tmp_path / "unused")
@@ -464,6 +472,7 @@ def test_a_receiver_applies_a_delta_once_and_only_to_its_base(tmp_path):  # W26
     _, error = exchange(receiver.address, *frames)
     assert type(error) is kind, message
     assert message in str(error)
+    await_none(tmp_path)
   again = []
   for _ in range(2):  # the whole round again: from the same base, so the same weights
     connection, answer = exchange(receiver.address, *sent(8))
@@ -471,9 +480,7 @@ def test_a_receiver_applies_a_delta_once_and_only_to_its_base(tmp_path):  # W26
     _, error = exchange(receiver.address, *sent(8))
     assert "round 8 was begun before" in str(error)
     connection.close()
-    deadline = time.monotonic() + 5.0
-    while len(list(tmp_path.glob("run-2*"))):
-      assert time.monotonic() < deadline
+    await_none(tmp_path)
   assert again[0] == again[1]
   assert {path.name: path.read_bytes() for path in sorted((tmp_path / held).iterdir())} == before
   half.close()

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from agentrl_jax.models import lora
 from agentrl_jax.models.hf import load_model, load_weights
@@ -59,10 +60,12 @@ def drawn(model, seed):
   """Adapters that change log-probs by tenths of nats."""
   rng = np.random.default_rng(seed)
   specs, tree = jax.tree.flatten(lora.abstract(model, HOW), is_leaf=lambda n: hasattr(n, "axes"))
-  arrays = [jnp.asarray(0.1 * rng.normal(size=s.shape), jnp.float32) for s in specs]
-  return jax.device_put(
-    tree.unflatten(arrays), jax.NamedSharding(make_mesh(fsdp=8), jax.P())
-  )  # replicated, as a run holds them
+  return tree.unflatten([jnp.asarray(0.1 * rng.normal(size=s.shape), jnp.float32) for s in specs])
+
+
+def spread(adapters):
+  """Replicated over eight devices."""
+  return jax.device_put(adapters, NamedSharding(make_mesh(fsdp=8), PartitionSpec()))
 
 
 def scored(server, name):
@@ -88,7 +91,7 @@ def test_requests_are_answered_by_the_adapter_that_they_name(
     return reference(sglang_python, model, tree, tiny_llama, tmp_path / f"export{version}")
 
   async def main():
-    report = await publisher.publish(versions[1], 1)
+    report = await publisher.publish(spread(versions[1]), 1)
     assert report.state is State.COMMITTED, str(report)
     first, _ = await asyncio.to_thread(scored, server, "test:1")
     np.testing.assert_allclose(first, await asyncio.to_thread(want, 1), rtol=0, atol=1e-5)
