@@ -75,7 +75,17 @@ def adapter_publisher(
 def server_flags(how: Lora, *, cuda: bool) -> tuple[str, ...]:
   """What a SGLang server must be started with to serve such adapters. Strict: an adapter with a
   name that the server does not know is refused, not ignored.
+
+  Raises ValueError for targets that SGLang cannot fuse: it loads no part of query, key and value
+  without the query's and the value's.
   """
+  if {"q_proj", "k_proj", "v_proj"} & set(how.targets) and not {"q_proj", "v_proj"} <= set(
+    how.targets
+  ):
+    raise ValueError(
+      f"targets are {how.targets}: SGLang fuses q_proj, k_proj and v_proj and needs the first and "
+      "the last where there is one of them; add them, or push merged weights"
+    )
   targets, backend = sorted(how.targets), () if cuda else ("--lora-backend", "torch_native")
   return (
     *backend, "--enable-lora", "--lora-strict-loading", "--max-lora-rank", str(how.rank),

@@ -20,7 +20,7 @@ from agentrl_jax.orchestrate.sync_loop import train
 from configs import tiny_rl, use_adapter_pushes, use_lora, use_sglang
 from tests.transfer.test_sglang_adapters import write_plugin
 
-LORA = {"rank": 4, "alpha": 8.0, "targets": ("q_proj", "down_proj")}
+LORA = {"rank": 4, "alpha": 8.0, "targets": ("q_proj", "v_proj", "down_proj")}
 
 
 def test_adapters_are_pushed_where_there_are_some_and_a_server():

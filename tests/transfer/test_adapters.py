@@ -16,11 +16,11 @@ from agentrl_jax.transfer.report import PushError, State
 from tests.transfer.fake_server import FakeServer
 from tests.transfer.test_push import MODEL
 
-HOW = Lora(rank=2, alpha=4.0, targets=("q_proj", "down_proj"))
+HOW = Lora(rank=2, alpha=4.0, targets=("q_proj", "v_proj", "down_proj"))
 LOAD, UNLOAD, GENERATE = "/load_lora_adapter_from_tensors", "/unload_lora_adapter", "/generate"
 NAMES = [
   f"base_model.model.model.layers.0.{module}.lora_{part}.weight"
-  for module in ("mlp.down_proj", "self_attn.q_proj")
+  for module in ("mlp.down_proj", "self_attn.q_proj", "self_attn.v_proj")
   for part in "AB"
 ]
 
@@ -279,8 +279,8 @@ def test_a_trainer_that_came_back_replaces_what_it_cannot_prove():
 
 
 def test_flags_and_bodies_say_what_the_adapter_is():
-  assert server_flags(HOW, cuda=True)[-5:] == (
-    "--max-lora-rank", "2", "--lora-target-modules", "down_proj", "q_proj",
+  assert server_flags(HOW, cuda=True)[-6:] == (
+    "--max-lora-rank", "2", "--lora-target-modules", "down_proj", "q_proj", "v_proj",
   )  # fmt: skip
   packed, same, other = (
     pack(MODEL, drawn(1), HOW),
@@ -290,6 +290,8 @@ def test_flags_and_bodies_say_what_the_adapter_is():
   assert packed == same
   assert packed.fingerprint != other.fingerprint
   assert packed.body["config_dict"]["lora_alpha"] == 4.0
+  with pytest.raises(ValueError, match="SGLang fuses q_proj, k_proj and v_proj"):
+    server_flags(Lora(targets=("q_proj",)), cuda=True)
   with pytest.raises(ValueError, match="run_id is 'a:b'"):
     adapter_publisher(MODEL, HOW, ["http://x"], requests=Client(), run_id="a:b")
   with pytest.raises(ValueError, match="expected one or more different ones"):
