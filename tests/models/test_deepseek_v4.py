@@ -34,6 +34,8 @@ from tests.models.test_dense import (
   TOLERANCE,
   assert_decoded,
   assert_same_sums,
+  expected_gradients,
+  gradient_and_log_probs,
   load,
   random_weights,
   separate,
@@ -79,22 +81,9 @@ def v4_reference(tmp_path_factory):
 def test_log_probs_and_gradients_equal_transformers(v4_reference, name):
   """Each kind of layer alone, and all of them, with and without repetitions of the order."""
   model, weights, arrays = load(v4_reference, name)
-  tokens, sample, position = separate(arrays["tokens"])
-
-  def loss(weights):
-    hidden = model.forward(weights, tokens, sample, position)
-    logp = jax.nn.log_softmax(hidden @ model.unembedding(weights), axis=-1)
-    picked = jnp.take_along_axis(logp[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
-    return jnp.sum(arrays["weighting"] * picked), logp
-
-  gradient, logp = jax.jit(jax.grad(loss, has_aux=True))(weights)
+  found, logp = gradient_and_log_probs(model, weights, arrays)
   np.testing.assert_allclose(logp, arrays["logp"], **TOLERANCE)
-  found = {
-    name: np.asarray(ours[index]).transpose(rule.perm)
-    for (spec, rule), ours in zip(hf.pairs(model), jax.tree.leaves(gradient), strict=True)
-    for index, name in zip(hf.indices(rule, spec), hf.names(rule, spec), strict=True)
-  }
-  expected = {key.removeprefix("grad:"): arrays[key] for key in arrays if key.startswith("grad:")}
+  expected = expected_gradients(arrays)
   chosen_by = {name for name in found if name.endswith(("gate.bias", "tid2eid"))}
   assert found.keys() - chosen_by == expected.keys()
   assert not any(found[name].any() for name in chosen_by)  # they have no gradient

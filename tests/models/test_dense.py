@@ -65,6 +65,39 @@ def assert_same_sums(found, expected, name=""):
   np.testing.assert_allclose(found / scale, expected / scale, err_msg=name, **TOLERANCE)
 
 
+def gradient_and_log_probs(model, weights, arrays):
+  """Of the arrays' weighted log-probs, by Hugging Face name; and the log-probs [B T V]."""
+  tokens, sample, position = separate(arrays["tokens"])
+
+  def loss(weights):
+    logp = log_probs(model, weights, tokens, sample, position)
+    picked = jnp.take_along_axis(logp[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
+    return jnp.sum(arrays["weighting"] * picked), logp
+
+  gradient, logp = jax.jit(jax.grad(loss, has_aux=True))(weights)
+  return by_hf_name(model, gradient), logp
+
+
+def by_hf_name(model, tree):
+  return {
+    name: np.asarray(ours[index]).transpose(rule.perm)
+    for (spec, rule), ours in zip(hf.pairs(model), jax.tree.leaves(tree), strict=True)
+    for index, name in zip(hf.indices(rule, spec), hf.names(rule, spec), strict=True)
+  }
+
+
+def expected_gradients(arrays):
+  return {key.removeprefix("grad:"): arrays[key] for key in arrays if key.startswith("grad:")}
+
+
+def assert_gradients(found, arrays):
+  """Every tensor that the reference has a gradient of, and no other."""
+  expected = expected_gradients(arrays)
+  assert found.keys() == expected.keys()
+  for name, of_name in expected.items():
+    assert_same_sums(found[name], of_name, name)
+
+
 def assert_decoded(model, weights, cache, tokens, expected, sizes, lengths=(12, 9)):
   """Decodes rows of these lengths from their beginning, in chunks of these sizes, the rest padding;
   hidden states are those expected. Returns the cache after it.
@@ -87,24 +120,9 @@ def assert_decoded(model, weights, cache, tokens, expected, sizes, lengths=(12, 
 @pytest.mark.parametrize("name", CASES)
 def test_log_probs_and_gradients_equal_transformers(reference, name):
   model, weights, arrays = load(reference, name)
-  tokens, sample, position = separate(arrays["tokens"])
-
-  def loss(weights):
-    logp = log_probs(model, weights, tokens, sample, position)
-    picked = jnp.take_along_axis(logp[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
-    return jnp.sum(arrays["weighting"] * picked), logp
-
-  gradient, logp = jax.jit(jax.grad(loss, has_aux=True))(weights)
+  gradient, logp = gradient_and_log_probs(model, weights, arrays)
   np.testing.assert_allclose(logp, arrays["logp"], **TOLERANCE)
-  checked = 0
-  for (spec, rule), ours in zip(hf.pairs(model), jax.tree.leaves(gradient), strict=True):
-    for layer, hf_name in enumerate(hf.names(rule, spec)):
-      part = ours[layer] if len(hf.names(rule, spec)) > 1 else ours
-      expected = arrays[f"grad:{hf_name}"]
-      found = np.asarray(part).transpose(rule.perm)
-      assert_same_sums(found, expected, hf_name)
-      checked += 1
-  assert checked == sum(key.startswith("grad:") for key in arrays)
+  assert_gradients(gradient, arrays)
 
 
 @pytest.mark.parametrize("name", ONE_A_FAMILY)

@@ -25,7 +25,9 @@ from agentrl_jax.ops import routing
 from tests.models.test_dense import (
   TOLERANCE,
   assert_decoded,
+  assert_gradients,
   assert_same_sums,
+  by_hf_name,
   load,
   random_weights,
   separate,
@@ -109,16 +111,10 @@ def test_log_probs_and_gradients_equal_transformers(moe_reference, name):
 
   gradient, (logp, sums) = jax.jit(jax.grad(loss, has_aux=True))(weights)
   np.testing.assert_allclose(logp, arrays["logp"], **TOLERANCE)
-  checked = 0
-  for (spec, rule), ours in zip(hf.pairs(model), jax.tree.leaves(gradient), strict=True):
-    for index, hf_name in zip(hf.indices(rule, spec), hf.names(rule, spec), strict=True):
-      found = np.asarray(ours[index]).transpose(rule.perm)
-      if "correction" in hf_name:  # chooses, and has no gradient
-        assert not found.any()
-        continue
-      assert_same_sums(found, arrays[f"grad:{hf_name}"], hf_name)
-      checked += 1
-  assert checked == sum(key.startswith("grad:") for key in arrays)
+  found = by_hf_name(model, gradient)
+  choosing = {name for name in found if "correction" in name}
+  assert not any(found.pop(name).any() for name in choosing)  # they have no gradient
+  assert_gradients(found, arrays)
   if "load_balance" in arrays:
     pooled = routing.pooled(sums)
     found = routing.load_balance_loss(pooled, pooled)
