@@ -27,8 +27,8 @@ from launch import command
 STEP = flags.DEFINE_integer("step", None, "The step to read; default: the last one.", lower_bound=0)
 GROUP = flags.DEFINE_string("group", None, "Only this group.")
 ONLY = flags.DEFINE_enum("only", None, ["success", "failure", "fault"], "Only this outcome.")
-WIDEST = 200  # columns of the table of groups
 EPISODES = flags.DEFINE_integer("episodes", None, "At most this many.", lower_bound=0)
+WIDEST = 200  # columns of the table of groups
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -165,18 +166,17 @@ def train_supervised(
     metrics = MetricsWriter(workdir, resume_step=int(state.step))
     algorithm = algorithm_of(plan.algorithm, plan.routers, model)
     prepare = make_prepare(algorithm)
-    dtype = jnp.dtype(plan.dtype)
-    evaluate = make_evaluate(model, mesh, rows=plan.micro_rows, dtype=dtype, products=plan.products)
+    options: dict[str, Any] = {"dtype": jnp.dtype(plan.dtype), "products": plan.products}
+    evaluate = make_evaluate(model, mesh, rows=plan.micro_rows, **options)
     update = make_step(
       model,
       plan.optimizer,
       algorithm,
       mesh,
       micro_rows=plan.micro_rows,
-      dtype=dtype,
       remat=plan.remat,
       correction_rate=plan.routers.correction_rate,
-      products=plan.products,
+      **options,
     )
     make_batch = functools.partial(
       pack,
