@@ -12,11 +12,15 @@ from agentrl_jax.orchestrate.experiment import Experiment
 from agentrl_jax.transfer import delta
 from agentrl_jax.transfer.transports import auto
 from agentrl_jax.transfer.transports.disk import DiskTransport
+from agentrl_jax.transfer.transports.mooncake import Mooncake
+from agentrl_jax.transfer.transports.nixl import Nixl
 from agentrl_jax.transfer.transports.tensor import DirectTransport, TensorTransport
 
 TRANSPORTS: Mapping[str, Callable[[], fdl.Config[auto.Choose]]] = {
   "auto": lambda: fdl.Config(auto.fastest),
+  "nixl": lambda: fdl.Config(auto.one_sided, make=Nixl),
   "disk": lambda: fdl.Config(auto.only, make=DiskTransport),
+  "mooncake": lambda: fdl.Config(auto.one_sided, make=Mooncake),
   "bucket": lambda: fdl.Config(auto.only, make=TensorTransport),
   "tcp": lambda: fdl.Config(auto.tcp),
   "tcp-xor": lambda: fdl.Config(auto.tcp, delta=delta.xor),

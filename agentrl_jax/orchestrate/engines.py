@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,8 +28,9 @@ from agentrl_jax.transfer.adapters import adapter_publisher, server_flags
 from agentrl_jax.transfer.embedded import embedded_publisher
 from agentrl_jax.transfer.push import sglang_publisher
 from agentrl_jax.transfer.report import Publisher, PushError, PushReport, State
-from agentrl_jax.transfer.transports.auto import Choose, Servers, fastest, only
+from agentrl_jax.transfer.transports.auto import Choose, Servers, Windows, fastest, only
 from agentrl_jax.transfer.transports.broadcast import SENDER, BroadcastTransport
+from agentrl_jax.transfer.transports.window import Opening, opening, server_lacks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +149,10 @@ def sglang(
     if quantization is not None:
       directory = _fp8_model(context.directory, context.workdir / "served-fp8")
       extra = ("--load-format", "dummy")
+    choose = transport or fastest()
+    window, lacking = None, {}
+    if context.lora is None:
+      window, lacking = await asyncio.to_thread(_window, choose, tensor_parallel)
     server = SGLangServer(
       ServerOptions(
         directory,
@@ -158,6 +163,7 @@ def sglang(
         start_seconds=start_seconds,
         log=context.workdir / "sglang.log",
         extra=extra,
+        environment=window.environment() if window else {},
       )
     )
     async with contextlib.AsyncExitStack() as opened:
@@ -177,8 +183,14 @@ def sglang(
           deadline=push_seconds,
         )
       else:
-        servers = Servers([server.url], _nbytes(context.weights, dtype), tensor_parallel)
-        choice = (transport or fastest())(servers)
+        servers = Servers(
+          [server.url],
+          _nbytes(context.weights, dtype),
+          tensor_parallel,
+          Windows({server.url: window.address}, window.token) if window else None,
+          lacking,
+        )
+        choice = choose(servers)
         context.say(str(choice))
         publisher = sglang_publisher(
           context.model,
@@ -244,6 +256,21 @@ class _SGLang:
     await self.publisher.close()
     await self.engine.close()
     await asyncio.to_thread(self.server.close)
+
+
+def _window(choose: Choose, ranks: int) -> tuple[Opening | None, Mapping[str, str]]:
+  """How the server is started so that one-sided writes work, and by library why they do not.
+
+  Raises ValueError, before anything starts, where nothing else is to be taken.
+  """
+  lacking = {library.name: library.why_not() for library in choose.libraries}
+  if names := [name for name, reason in lacking.items() if not reason]:
+    lacking |= server_lacks(find_python(), names)
+  if not all(lacking.values()):
+    return opening(ranks), lacking
+  if not choose.otherwise:
+    raise ValueError("; ".join(f"{name} does not work: {why}" for name, why in lacking.items()))
+  return None, lacking
 
 
 def _run_id(workdir: Path) -> str:

@@ -18,7 +18,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ class ServerOptions:
   takes, prompt and answer together (None: what the model's config.json says). `max_total_tokens`
   bounds the KV cache (None: SGLang decides, on CPU 65536). `python` is the interpreter SGLang is
   installed in; None means $AGENTRL_SGLANG_PYTHON, else .venv-sglang of this repository. `log` None
-  makes a temporary file. `extra` goes to SGLang as it is.
+  makes a temporary file. `extra` goes to SGLang as it is, `environment` is added to this process's.
   """
 
   model: Path
@@ -62,6 +62,7 @@ class ServerOptions:
   python: Path | None = None
   log: Path | None = None
   extra: tuple[str, ...] = ()
+  environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
     object.__setattr__(self, "model", Path(self.model))
@@ -137,6 +138,7 @@ class SGLangServer:
     command = [sys.executable, sglang_watch.__file__, str(os.getpid()), str(self._python)]
     command += server_arguments(self.options, self._port, cuda=cuda)
     environment = server_environment(self.options.tensor_parallel, cuda=cuda)
+    environment |= self.options.environment
     self.log.parent.mkdir(parents=True, exist_ok=True)
     try:
       with open(self.log, "ab") as log:

@@ -1,6 +1,7 @@
 """How a run chooses the way of its weights, and a server that starts without any."""
 
 import asyncio
+import sys
 
 import fiddle as fdl
 import pytest
@@ -12,7 +13,9 @@ from agentrl_jax.orchestrate import engines
 from agentrl_jax.orchestrate.engines import EngineContext
 from agentrl_jax.rollout.engine import SamplingParams
 from agentrl_jax.transfer.report import State
-from agentrl_jax.transfer.transports.auto import Servers
+from agentrl_jax.transfer.transports.auto import Servers, one_sided
+from agentrl_jax.transfer.transports.mooncake import Mooncake
+from agentrl_jax.transfer.transports.nixl import Nixl
 from configs import quickstart, use_fp8, use_sglang, use_transport
 from configs.engines import TRANSPORTS
 from tests.transfer.test_sglang_fp8 import MODEL, PROMPT, weights, write_plugin
@@ -25,12 +28,34 @@ def test_a_transport_is_part_of_the_configuration(name, sglang_python):
   use_transport(config, name)
   again = serialization.load_json(serialization.dump_json(config))
   assert fdl.build(again).engine
-  choice = fdl.build(again.engine.transport)(Servers(["http://127.0.0.1:1"], 1000))
+  choose, servers = fdl.build(again.engine.transport), Servers(["http://127.0.0.1:1"], 1000)
+  if name in ("nixl", "mooncake"):
+    assert [library.name for library in choose.libraries] == [name]
+    with pytest.raises(ValueError, match=f"{name} does not work: "):
+      choose(servers)
+    return
+  choice = choose(servers)
   kind, _, delta = name.partition("-")
   assert choice.transport.name == ("disk" if kind == "auto" else kind)
   if kind == "tcp":
     assert getattr(choice.transport.delta, "__name__", "") == delta
   choice.transport.close()
+
+
+@pytest.mark.parametrize("library", [Nixl, Mooncake])
+def test_a_library_that_is_missing_is_told_before_a_server_starts(library, tmp_path, monkeypatch):
+  context = EngineContext(MODEL, {}, 0, tmp_path, tmp_path / "run", 64, 0)
+
+  def opened():
+    asyncio.run(engines.sglang(transport=one_sided(library))(context))
+
+  monkeypatch.setattr(library, "why_not", lambda self: "not installed here")
+  with pytest.raises(ValueError, match=f"{library.name} does not work: not installed here"):
+    opened()
+  monkeypatch.setattr(library, "why_not", lambda self: "")
+  monkeypatch.setenv("AGENTRL_SGLANG_PYTHON", sys.executable)  # which has no plug-in
+  with pytest.raises(ValueError, match=r"has no plug-in .*pip install third_party/sglang/window"):
+    opened()
 
 
 def test_what_cannot_be_is_refused_before_anything_starts():

@@ -25,6 +25,8 @@ from agentrl_jax.transfer.stage import Staged, source_layout, stage
 from agentrl_jax.transfer.transports import auto
 from agentrl_jax.transfer.transports.auto import Servers
 from agentrl_jax.transfer.transports.disk import DiskTransport
+from agentrl_jax.transfer.transports.mooncake import Mooncake
+from agentrl_jax.transfer.transports.nixl import Nixl
 from agentrl_jax.transfer.transports.pickled import flattened_bucket
 from agentrl_jax.transfer.transports.tensor import DirectTransport, TensorTransport, _Body
 from agentrl_jax.transfer.wire import WireError, bucket_entries
@@ -214,7 +216,8 @@ def test_a_bucket_that_would_kill_the_server_is_not_sent():
 
 
 def test_auto_takes_the_fastest_that_works_and_says_why(tmp_path, monkeypatch):
-  monkeypatch.setattr(auto, "why_not", lambda: "no NIXL here")
+  monkeypatch.setattr(Nixl, "why_not", lambda self: "no NIXL here")
+  monkeypatch.setattr(Mooncake, "why_not", lambda self: "no Mooncake here")
   here, away = "http://127.0.0.1:1", "http://192.0.2.7:1"  # TEST-NET-1, RFC 5737
   choose = auto.fastest(tmp_path / "new")
   disk = choose(Servers([here, "http://[::1]:2"], 1000))
@@ -222,20 +225,28 @@ def test_auto_takes_the_fastest_that_works_and_says_why(tmp_path, monkeypatch):
   assert not (tmp_path / "new").exists()
   assert str(choose(Servers([here, away], 1000))) == (
     f"transport bucket; nixl: no NIXL here; disk needs servers on this machine, {away} is not; "
-    f"tcp: {here} has no receiver; "
+    f"mooncake: no Mooncake here; tcp: {here} has no receiver; "
     "broadcast is taken only by name: a server that cannot reach this machine hangs; "
     "direct gains nothing over bucket with one rank"
   )
   many = choose(Servers([away], 1000, ranks=8))
-  assert (many.transport.name, len(many.passed_over)) == ("direct", 4)
+  assert (many.transport.name, len(many.passed_over)) == ("direct", 5)
   full = choose(Servers([here], 1 << 60, ranks=2))
   assert full.transport.name == "direct"
   assert f"{tmp_path} has" in full.passed_over[1]
   assert "a push needs 1152921504607 MB" in full.passed_over[1]
-  monkeypatch.setattr(auto, "why_not", lambda: "")
-  assert f"nixl: {here} has no window" in str(choose(Servers([here], 1000)))
-  with socket.create_server(("127.0.0.1", 0)) as window:
-    choose = auto.fastest(windows={here: f"127.0.0.1:{window.getsockname()[1]}"})
-    assert "nixl: $AGENTRL_TRANSFER_TOKEN is empty" in str(choose(Servers([here], 1000)))
-    monkeypatch.setenv("AGENTRL_TRANSFER_TOKEN", "secret")
-    assert str(choose(Servers([here], 1000))) == "transport nixl"
+
+
+def test_auto_asks_every_window(tmp_path, monkeypatch):
+  monkeypatch.setattr(Nixl, "why_not", lambda self: "")
+  here = "http://127.0.0.1:1"
+  assert f"nixl: {here} has no window" in str(auto.fastest(tmp_path)(Servers([here], 1000)))
+  lacking = {"nixl": "the server has no plug-in"}
+  servers = Servers([here], 1000, lacking=lacking)
+  assert "nixl: the server has no plug-in" in str(auto.fastest(tmp_path)(servers))
+  with socket.create_server(("127.0.0.1", 0)) as closed:
+    port = closed.getsockname()[1]
+  choose = auto.fastest(tmp_path, windows={here: f"127.0.0.1:{port}"})
+  assert "nixl: $AGENTRL_TRANSFER_TOKEN is empty" in str(choose(Servers([here], 1000)))
+  monkeypatch.setenv("AGENTRL_TRANSFER_TOKEN", "secret")
+  assert f"nixl: {here}: window 127.0.0.1:{port}: " in str(choose(Servers([here], 1000)))

@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from agentrl_jax.transfer.control import CallError
 from agentrl_jax.transfer.delta import Encode
 from agentrl_jax.transfer.receive import TOKEN, ReceiverProcess
 from agentrl_jax.transfer.transports import Transport
 from agentrl_jax.transfer.transports.disk import DiskTransport
-from agentrl_jax.transfer.transports.nixl import NixlTransport, why_not
+from agentrl_jax.transfer.transports.mooncake import Mooncake
+from agentrl_jax.transfer.transports.nixl import Nixl
 from agentrl_jax.transfer.transports.tcp import TcpTransport
 from agentrl_jax.transfer.transports.tensor import DirectTransport, TensorTransport
+from agentrl_jax.transfer.transports.window import Library, OneSidedTransport, ask, of_rank
+
+_SECONDS = 60.0  # for a window to answer: it may have to register its memory first
 
 
 class Servers(NamedTuple):
@@ -24,11 +29,22 @@ class Servers(NamedTuple):
     urls: one for each replica.
     nbytes: of one push.
     ranks: tensor-parallel ranks of a server.
+    windows: of servers that were started so that their parameters are open.
+    lacking: by library, why such servers could not be written to.
   """
 
   urls: Sequence[str]
   nbytes: int
   ranks: int = 1
+  windows: "Windows | None" = None
+  lacking: Mapping[str, str] = {}
+
+
+class Windows(NamedTuple):
+  """HOST:PORT of each server's window by its URL, and the token that they know."""
+
+  addresses: Mapping[str, str]
+  token: str
 
 
 class Choice(NamedTuple):
@@ -41,12 +57,26 @@ class Choice(NamedTuple):
     return "; ".join([f"transport {self.transport.name}", *self.passed_over])
 
 
-Choose = Callable[[Servers], Choice]
+class Choose(NamedTuple):
+  """How to choose; called with running servers.
+
+  Args:
+    pick: the choice.
+    libraries: of one-sided writes, for which servers should be started with a window.
+    otherwise: whether it takes something else where none of them works.
+  """
+
+  pick: Callable[[Servers], Choice]
+  libraries: tuple[Library, ...] = ()
+  otherwise: bool = True
+
+  def __call__(self, servers: Servers) -> Choice:
+    return self.pick(servers)
 
 
 def only(make: Callable[[], Transport]) -> Choose:
   """The transport that `make` makes, for any servers."""
-  return lambda servers: Choice(make(), ())
+  return Choose(lambda servers: Choice(make(), ()))
 
 
 def tcp(
@@ -61,7 +91,7 @@ def tcp(
     delta, full_every: as of `TcpTransport`.
   """
 
-  def choose(servers: Servers) -> Choice:
+  def pick(servers: Servers) -> Choice:
     if receivers is not None:
       made = TcpTransport(receivers, _token(), delta=delta, full_every=full_every)
       return Choice(made, ())
@@ -72,7 +102,26 @@ def tcp(
     made = TcpTransport(beside, process.token, process=process, delta=delta, full_every=full_every)
     return Choice(made, ())
 
-  return choose
+  return Choose(pick)
+
+
+def one_sided(make: Callable[[], Library], windows: Mapping[str, str] | None = None) -> Choose:
+  """One-sided writes with one library.
+
+  Args:
+    make: `Nixl` or `Mooncake`.
+    windows: HOST:PORT of each server's by its URL, with $AGENTRL_TRANSFER_TOKEN; None: the run
+      starts the servers, with windows.
+  """
+  library = make()
+
+  def pick(servers: Servers) -> Choice:
+    opened = _opened(servers, windows)
+    if reason := _closed(library, servers, opened):
+      raise ValueError(f"{library.name} does not work: {reason}")
+    return Choice(OneSidedTransport(library, *opened), ())
+
+  return Choose(pick, (library,), otherwise=False)
 
 
 def fastest(
@@ -80,30 +129,37 @@ def fastest(
   receivers: Mapping[str, str] | None = None,
   windows: Mapping[str, str] | None = None,
 ) -> Choose:
-  """From fast to slow: one-sided writes, files in shared memory, connections to receivers, each
-  rank's own parameters in requests, whole buckets in requests.
+  """From fast to slow: one-sided writes with NIXL, files in shared memory, one-sided writes with
+  Mooncake, connections to receivers, each rank's own parameters in requests, whole buckets in
+  requests.
 
   With one rank `direct` moves what `bucket` does and only costs more here, so it is passed over.
 
   Args:
     root: where `disk` would put its files.
     receivers: as of `tcp`.
-    windows: HOST:PORT of each server's, with $AGENTRL_TRANSFER_TOKEN, as of `NixlTransport`.
+    windows: as of `one_sided`.
   """
+  nixl, mooncake = Nixl(), Mooncake()
 
-  def choose(servers: Servers) -> Choice:
+  def pick(servers: Servers) -> Choice:
     passed = []
-    if reason := why_not() or _silent(servers.urls, windows or {}, "window"):
+    opened = _opened(servers, windows)
+    if reason := _closed(nixl, servers, opened):
       passed.append(f"nixl: {reason}")
     else:
-      return Choice(NixlTransport(windows or {}, _token()), ())
+      return Choice(OneSidedTransport(nixl, *opened), ())
     if away := _away(servers.urls):
       passed.append(f"disk needs servers on this machine, {away} is not")
     elif reason := _unfit(Path(root), servers.nbytes):
       passed.append(f"disk: {reason}")
     else:
       return Choice(DiskTransport(root), tuple(passed))
-    if reason := _silent(servers.urls, receivers or {}, "receiver"):
+    if reason := _closed(mooncake, servers, opened):
+      passed.append(f"mooncake: {reason}")
+    else:
+      return Choice(OneSidedTransport(mooncake, *opened), tuple(passed))
+    if reason := _silent(servers.urls, receivers or {}):
       passed.append(f"tcp: {reason}")
     else:
       return Choice(TcpTransport(receivers or {}, _token()), tuple(passed))
@@ -113,7 +169,32 @@ def fastest(
     passed.append("direct gains nothing over bucket with one rank")
     return Choice(TensorTransport(), tuple(passed))
 
-  return choose
+  return Choose(pick, (nixl, mooncake))
+
+
+def _opened(servers: Servers, windows: Mapping[str, str] | None) -> Windows:
+  """The windows that were named, or those that the servers were started with."""
+  if windows is not None:
+    return Windows(windows, os.environ.get(TOKEN, ""))
+  return servers.windows or Windows({}, "")
+
+
+def _closed(library: Library, servers: Servers, opened: Windows) -> str:
+  """Why a library cannot write into these servers, or "". Asks every rank's window."""
+  if reason := library.why_not() or servers.lacking.get(library.name):
+    return reason
+  if away := next((url for url in servers.urls if url not in opened.addresses), ""):
+    return f"{away} has no window"
+  if not opened.token:
+    return f"${TOKEN} is empty"
+  for url in servers.urls:
+    try:
+      for rank in range(servers.ranks):
+        address = of_rank(opened.addresses[url], rank)
+        ask(f"window {address}", address, f"{opened.token} {library.name}", _SECONDS)
+    except (CallError, ValueError) as error:
+      return f"{url}: {error}"
+  return ""
 
 
 def _away(urls: Sequence[str]) -> str:
@@ -121,16 +202,16 @@ def _away(urls: Sequence[str]) -> str:
   return next((url for url in urls if not _here(url)), "")
 
 
-def _silent(urls: Sequence[str], places: Mapping[str, str], what: str) -> str:
-  """Why the receivers or windows at `places` do not do, or ""."""
+def _silent(urls: Sequence[str], receivers: Mapping[str, str]) -> str:
+  """Why the receivers do not do, or ""."""
   for url in urls:
-    if url not in places:
-      return f"{url} has no {what}"
-    host, _, port = places[url].rpartition(":")
+    if url not in receivers:
+      return f"{url} has no receiver"
+    host, _, port = receivers[url].rpartition(":")
     try:
       socket.create_connection((host.strip("[]"), int(port)), 5.0).close()
     except (OSError, ValueError) as error:
-      return f"{what} {places[url]} of {url}: {error}"
+      return f"receiver {receivers[url]} of {url}: {error}"
   return "" if os.environ.get(TOKEN) else f"${TOKEN} is empty"
 
 
