@@ -13,7 +13,7 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
@@ -24,6 +24,7 @@ from absl import app, flags, logging
 
 from agentrl_jax.models.hf import load_model, load_weights
 from agentrl_jax.ops.quantize import OCP, Quantization, quantize
+from agentrl_jax.orchestrate.engines import window_for
 from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer, find_python
 from agentrl_jax.transfer.engine_layout import quantized_weights
 from agentrl_jax.transfer.layout import assembly
@@ -33,10 +34,12 @@ from agentrl_jax.transfer.receive import ReceiverProcess
 from agentrl_jax.transfer.report import PushError, PushReport, State
 from agentrl_jax.transfer.stage import allocate, source_layout, stage
 from agentrl_jax.transfer.transports import Transport
+from agentrl_jax.transfer.transports.auto import fastest
 from agentrl_jax.transfer.transports.broadcast import SENDER, BroadcastTransport
 from agentrl_jax.transfer.transports.disk import DiskTransport
 from agentrl_jax.transfer.transports.tcp import TcpTransport
 from agentrl_jax.transfer.transports.tensor import DirectTransport, TensorTransport
+from agentrl_jax.transfer.transports.window import Library, OneSidedTransport, Opening
 
 MB = flags.DEFINE_integer("mb", 256, "Megabytes of bfloat16 in the matrix.", lower_bound=1)
 MODEL = flags.DEFINE_string("model", None, "Model to push; without it nothing is pushed.")
@@ -93,8 +96,10 @@ def staging(rows: int) -> dict[str, Case]:
   return cases
 
 
-def transports(url: str) -> dict[str, Transport]:
-  """Every way into a server on this machine."""
+def transports(
+  url: str, window: Opening | None, libraries: Sequence[Library]
+) -> dict[str, Transport]:
+  """Every way into a server on this machine; one-sided writes by the libraries that it has."""
   receiver = ReceiverProcess()
   ways: dict[str, Transport] = {
     f"tcp, {n} connections": TcpTransport({url: receiver.address}, receiver.token, connections=n)
@@ -103,6 +108,11 @@ def transports(url: str) -> dict[str, Transport]:
   ways["tcp, 4 connections"] = TcpTransport(
     {url: receiver.address}, receiver.token, process=receiver
   )
+  if window is not None:
+    ways |= {
+      library.name: OneSidedTransport(library, {url: window.address}, window.token)
+      for library in libraries
+    }
   return ways | {
     "disk": DiskTransport(),
     "broadcast": BroadcastTransport([str(find_python()), str(SENDER)]),
@@ -120,11 +130,17 @@ def pushes(directory: Path, rounds: int) -> dict[str, dict[str, float]]:
   trees = (weights, jax.tree.map(lambda w: w * jnp.asarray(1.01, w.dtype), weights))
   reports: dict[str, list[PushReport]] = {}
   own: list[float] = []
+  choose = fastest()
+  window, lacking = window_for(choose, 1)
+  for name, reason in lacking.items():
+    if reason:
+      print(f"{name} is left out: {reason}")
+  libraries = [library for library in choose.libraries if not lacking[library.name]]
 
   async def main(url: str) -> None:
     publishers = {
       name: sglang_publisher(model, [url], transport=way, run_id="benchmark")
-      for name, way in transports(url).items()
+      for name, way in transports(url, window, libraries).items()
     }
     version = 0
     for turn in range(rounds + 1):
@@ -140,7 +156,8 @@ def pushes(directory: Path, rounds: int) -> dict[str, dict[str, float]]:
     for publisher in publishers.values():
       await publisher.close()
 
-  with SGLangServer(ServerOptions(directory, dtype="bfloat16")) as server:
+  environment = window.environment() if window else {}
+  with SGLangServer(ServerOptions(directory, dtype="bfloat16", environment=environment)) as server:
     asyncio.run(main(server.url))
   found = {"SGLang loads from disk": {"wall_seconds": statistics.median(own[1:])}}
   for name, held in reports.items():

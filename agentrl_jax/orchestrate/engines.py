@@ -152,7 +152,7 @@ def sglang(
     choose = transport or fastest()
     window, lacking = None, {}
     if context.lora is None:
-      window, lacking = await asyncio.to_thread(_window, choose, tensor_parallel)
+      window, lacking = await asyncio.to_thread(window_for, choose, tensor_parallel)
     server = SGLangServer(
       ServerOptions(
         directory,
@@ -217,6 +217,22 @@ def broadcast() -> Choose:
   return only(lambda: BroadcastTransport([str(find_python()), str(SENDER)]))
 
 
+def window_for(choose: Choose, ranks: int) -> tuple[Opening | None, Mapping[str, str]]:
+  """How a server of so many ranks is started so that one-sided writes work, and by library why they
+  do not.
+
+  Raises ValueError where they do not and nothing else is to be taken.
+  """
+  lacking = {library.name: library.why_not() for library in choose.libraries}
+  if names := [name for name, reason in lacking.items() if not reason]:
+    lacking |= server_lacks(find_python(), names)
+  if not all(lacking.values()):
+    return opening(ranks), lacking
+  if not choose.otherwise:
+    raise ValueError("; ".join(f"{name} does not work: {why}" for name, why in lacking.items()))
+  return None, lacking
+
+
 @dataclasses.dataclass
 class _Embedded:
   engine: EmbeddedEngine
@@ -256,21 +272,6 @@ class _SGLang:
     await self.publisher.close()
     await self.engine.close()
     await asyncio.to_thread(self.server.close)
-
-
-def _window(choose: Choose, ranks: int) -> tuple[Opening | None, Mapping[str, str]]:
-  """How the server is started so that one-sided writes work, and by library why they do not.
-
-  Raises ValueError, before anything starts, where nothing else is to be taken.
-  """
-  lacking = {library.name: library.why_not() for library in choose.libraries}
-  if names := [name for name, reason in lacking.items() if not reason]:
-    lacking |= server_lacks(find_python(), names)
-  if not all(lacking.values()):
-    return opening(ranks), lacking
-  if not choose.otherwise:
-    raise ValueError("; ".join(f"{name} does not work: {why}" for name, why in lacking.items()))
-  return None, lacking
 
 
 def _run_id(workdir: Path) -> str:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import httpx
@@ -126,9 +127,10 @@ def test_an_interpreter_without_the_plug_in_says_what_to_install(tmp_path):
 
 @pytest.fixture(params=LIBRARIES)
 def library(request):
-  """A library that works here."""
+  """A library that works here; the end of the test run says which does not."""
   found = LIBRARIES[request.param]()
   if reason := found.why_not():
+    warnings.warn(f"{request.param} is not tested: {reason}", stacklevel=1)
     pytest.skip(reason)
   yield found
   found.close()
@@ -381,7 +383,11 @@ def test_a_sender_that_is_killed_leaves_a_fence_that_the_next_one_takes_down(
   arguments = [usable.name, tiny_llama, opened.server.url, *opened.opened, killed]
   program = "import sys; from tests.transfer.test_window import dying_sender as d; d(*sys.argv[1:])"
   monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-  ran = subprocess.run([sys.executable, "-c", program, *map(str, arguments)], capture_output=True)
+  ran = subprocess.run(
+    [sys.executable, "-c", program, *map(str, arguments)],
+    capture_output=True,
+    cwd=Path(__file__).parents[2],
+  )
   assert ran.returncode == -signal.SIGKILL, ran.stderr.decode()[-2000:]
   held = httpx.get(f"{opened.server.url}/model_info").json()["weight_version"]
   assert held == f"test:{before}"

@@ -5,8 +5,8 @@ A write is done when the other side has it in memory, on TCP by an acknowledgeme
 
 import importlib
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -19,14 +19,14 @@ _NO_NUMBER = 1 << 63  # from here on, and 0, what stands for a write is an error
 
 
 class Mooncake:
-  """See `window.Library`. Each server's engine is kept while its windows have the same sessions:
-  ending one takes up to a second.
+  """See `window.Library`. A server's engine is kept from round to round while all goes well and its
+  windows have the same sessions: ending one takes up to a second.
   """
 
   name = "mooncake"
 
   def __init__(self):
-    self._engines: dict[str, tuple[tuple[str, ...], Any]] = {}
+    self._idle: dict[str, _Kept] = {}
 
   def why_not(self) -> str:
     """Why Mooncake does not work in this process, or ""."""
@@ -39,43 +39,48 @@ class Mooncake:
   def writer(self, peer: str, buffers: Sequence[np.ndarray], aims: Sequence[Aim]) -> Writer:
     """Registers the buffers and sees that every rank's engine answers."""
     sessions = tuple(aim.found["session"] for aim in aims)
-    if self._engines.get(peer, ((), None))[0] != sessions:
-      self._drop(peer)
-      self._engines[peer] = sessions, _start(aims[0])
-    try:
-      return _Writer(self._engines[peer][1], buffers, aims, lambda: self._drop(peer))
-    except CallError:
-      self._drop(peer)
-      raise
+    kept = self._idle.pop(peer, None)
+    if kept is None or kept.sessions != sessions:
+      kept = _Kept(sessions, _start(aims[0]))
+    return _Writer(kept, buffers, aims, peer, self._idle)
 
   def close(self) -> None:
     """Ends every engine."""
-    self._engines.clear()
+    self._idle.clear()
 
-  def _drop(self, peer: str) -> None:
-    self._engines.pop(peer, None)
+
+class _Kept(NamedTuple):
+  """An engine, and the sessions that it writes to."""
+
+  sessions: tuple[str, ...]
+  engine: Any
 
 
 class _Writer:
-  """One round's writes into one server, with an engine that `drop` ends. Raises CallError."""
+  """One round's writes into one server. Its engine goes to `idle` when all went well, and ends with
+  the writer otherwise. Raises CallError.
+  """
 
   def __init__(
     self,
-    engine: Any,
+    kept: _Kept,
     buffers: Sequence[np.ndarray],
     aims: Sequence[Aim],
-    drop: Callable[[], None],
+    peer: str,
+    idle: dict[str, _Kept],
   ):
     for aim in aims:
       session = aim.found["session"]
-      if engine.send_probe(session):
+      if kept.engine.send_probe(session):
         raise CallError("unreachable", f"{aim.where}: no Mooncake answers at {session}")
     self._addresses = [buffer.ctypes.data for buffer in buffers]
     sizes = [buffer.nbytes for buffer in buffers]
-    if engine.batch_register_memory(self._addresses, sizes):
+    if kept.engine.batch_register_memory(self._addresses, sizes):
       message = f"{aims[0].where}: Mooncake could not register {sum(sizes)} bytes of this process"
       raise CallError("refused", message)
-    self._engine, self._buffers, self._drop = engine, buffers, drop
+    self._kept: _Kept | None = kept
+    self._engine = kept.engine
+    self._buffers, self._peer, self._idle = buffers, peer, idle
     self._waiting = [(aim.found["session"], write) for aim in aims for write in aim.writes]
     self._running: list[int] = []
     self._failed = False
@@ -96,11 +101,11 @@ class _Writer:
 
   def close(self) -> None:
     """Ends the engine where writes may go on: what they had not written then they never will."""
-    engine, self._engine = self._engine, None
-    if engine is None:
+    kept, self._kept, self._engine = self._kept, None, None
+    if kept is None or self._running or self._failed:
       return
-    if self._running or self._failed or engine.batch_unregister_memory(self._addresses):
-      self._drop()
+    if not kept.engine.batch_unregister_memory(self._addresses):
+      self._idle[self._peer] = kept
 
   def _submit(self) -> None:
     while self._waiting and len(self._running) < _AT_ONCE and not self._failed:
