@@ -67,7 +67,7 @@ def test_what_cannot_be_is_refused_before_anything_starts():
   with pytest.raises(ValueError, match="FP8 is for a SGLang server"):
     use_fp8(config)
   use_sglang(config)
-  with pytest.raises(ValueError, match="no transport 'pigeon'; there are auto, disk"):
+  with pytest.raises(ValueError, match="no transport 'pigeon'; there are auto, nixl, disk"):
     use_transport(config, "pigeon")
   with pytest.raises(ValueError, match=r"quantization is .*fnuz"):
     engines.sglang(quantization=FNUZ)

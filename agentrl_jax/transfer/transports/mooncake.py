@@ -71,15 +71,14 @@ class _Writer:
   ):
     for aim in aims:
       session = aim.found["session"]
-      if kept.engine.send_probe(session):
+      if not kept.engine.get_first_buffer_address(session):  # now, as a first write would ask
         raise CallError("unreachable", f"{aim.where}: no Mooncake answers at {session}")
     self._addresses = [buffer.ctypes.data for buffer in buffers]
     sizes = [buffer.nbytes for buffer in buffers]
     if kept.engine.batch_register_memory(self._addresses, sizes):
       message = f"{aims[0].where}: Mooncake could not register {sum(sizes)} bytes of this process"
       raise CallError("refused", message)
-    self._kept: _Kept | None = kept
-    self._engine = kept.engine
+    self._kept: Any = kept  # None once it is closed
     self._buffers, self._peer, self._idle = buffers, peer, idle
     self._waiting = [(aim.found["session"], write) for aim in aims for write in aim.writes]
     self._running: list[int] = []
@@ -91,7 +90,7 @@ class _Writer:
 
   def state(self) -> Literal["running", "done", "failed"]:
     """See `window.Writer`."""
-    codes = {number: self._engine.transfer_check_status(number) for number in self._running}
+    codes = {number: self._kept.engine.transfer_check_status(number) for number in self._running}
     self._running = [number for number, code in codes.items() if not code]
     self._failed |= any(code not in (0, _DONE) for code in codes.values())
     self._submit()
@@ -101,7 +100,7 @@ class _Writer:
 
   def close(self) -> None:
     """Ends the engine where writes may go on: what they had not written then they never will."""
-    kept, self._kept, self._engine = self._kept, None, None
+    kept, self._kept = self._kept, None
     if kept is None or self._running or self._failed:
       return
     if not kept.engine.batch_unregister_memory(self._addresses):
@@ -110,7 +109,7 @@ class _Writer:
   def _submit(self) -> None:
     while self._waiting and len(self._running) < _AT_ONCE and not self._failed:
       session, write = self._waiting.pop()
-      number = self._engine.transfer_submit_write(session, *write)
+      number = self._kept.engine.transfer_submit_write(session, *write)
       if 0 < number < _NO_NUMBER:
         self._running.append(number)
       else:

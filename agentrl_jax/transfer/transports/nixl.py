@@ -7,12 +7,12 @@ import importlib
 import importlib.util
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from agentrl_jax.transfer.control import CallError
+from agentrl_jax.transfer.control import CallError, Failure
 from agentrl_jax.transfer.transports.window import Aim, Writer
 
 
@@ -47,6 +47,7 @@ class _Writer:
     self._buffers = buffers  # as long as the agent may read them
     self._agent.register_memory([(b.ctypes.data, b.nbytes, 0, "") for b in buffers], "DRAM")
     self._states: dict[Any, str] = {}
+    self._where: dict[Any, str] = {}
     for aim in aims:
       local = [(write.source, write.nbytes, 0) for write in aim.writes]
       remote = [(write.target, write.nbytes, aim.found["device"]) for write in aim.writes]
@@ -60,27 +61,36 @@ class _Writer:
           other,
         )
       except Exception as error:  # its exceptions have no common base
-        message = f"{aim.where}: NIXL: {type(error).__name__} {error}"
-        raise CallError("unreachable", message) from error
-      self._states[handle] = "PROC"
+        raise _failed("unreachable", aim.where, error) from error
+      self._states[handle], self._where[handle] = "PROC", aim.where
 
   def start(self) -> None:
     """See `window.Writer`."""
-    self._states = {handle: self._agent.transfer(handle) for handle in self._states}
+    self._advance(self._agent.transfer)
 
   def state(self) -> Literal["running", "done", "failed"]:
     """See `window.Writer`."""
-    for handle, state in self._states.items():
-      if state == "PROC":
-        self._states[handle] = self._agent.check_xfer_state(handle)
+    self._advance(self._agent.check_xfer_state)
     if "PROC" in self._states.values():
       return "running"
     return "failed" if "ERR" in self._states.values() else "done"
+
+  def _advance(self, call: Callable[[Any], str]) -> None:
+    for handle, state in self._states.items():
+      if state == "PROC":
+        try:
+          self._states[handle] = call(handle)
+        except Exception as error:  # as above
+          raise _failed("refused", self._where[handle], error) from error
 
   def close(self) -> None:
     """Ends the agent: what it had not written by now it never will."""
     self._states.clear()
     self._agent = None
+
+
+def _failed(failure: Failure, where: str, error: Exception) -> CallError:
+  return CallError(failure, f"{where}: NIXL: {type(error).__name__} {error}")
 
 
 def _api() -> Any:

@@ -61,7 +61,7 @@ class Writer(Protocol):
     ...
 
   def state(self) -> Literal["running", "done", "failed"]:
-    """How they stand; asked again and again while they run."""
+    """How they stand; asked again and again while they run. Raises CallError."""
     ...
 
   def close(self) -> None:
