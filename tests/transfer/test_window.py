@@ -372,7 +372,7 @@ def dying_sender(name, source, url, address, token, version):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_sender_that_is_killed_leaves_a_fence_that_the_next_one_takes_down(
-  opened, usable, sglang_python, tiny_llama, tmp_path, monkeypatch
+  opened, usable, sglang_python, tiny_llama, tmp_path
 ):  # W9
   model = load_model(tiny_llama)
   original = load_weights(model, tiny_llama)
@@ -382,11 +382,11 @@ def test_a_sender_that_is_killed_leaves_a_fence_that_the_next_one_takes_down(
   killed = opened.next()
   arguments = [usable.name, tiny_llama, opened.server.url, *opened.opened, killed]
   program = "import sys; from tests.transfer.test_window import dying_sender as d; d(*sys.argv[1:])"
-  monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
   ran = subprocess.run(
     [sys.executable, "-c", program, *map(str, arguments)],
     capture_output=True,
     cwd=Path(__file__).parents[2],
+    env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},  # not the server's
   )
   assert ran.returncode == -signal.SIGKILL, ran.stderr.decode()[-2000:]
   held = httpx.get(f"{opened.server.url}/model_info").json()["weight_version"]
