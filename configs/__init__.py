@@ -1,6 +1,7 @@
 """Configurations: functions that return `fdl.Config[Experiment]`, and fiddlers that change one."""
 
 from configs.algorithms import use_algorithm
+from configs.attention import use_cudnn
 from configs.engines import use_embedded, use_fp8, use_sglang, use_transport
 from configs.gsm8k import gsm8k
 from configs.pods.deepseek import deepseek_v4_flash_h200_64
@@ -9,6 +10,7 @@ from configs.pods.qwen3 import (
   qwen3_4b_h200_8,
   qwen3_4b_v5e_16,
   qwen3_14b_v5p_8,
+  qwen3_14b_v6e_16,
   qwen3_30b_a3b_h200_64,
 )
 from configs.pods.qwen3_5 import qwen3_5_0_8b_h200_1
@@ -25,11 +27,13 @@ __all__ = [
   "qwen3_4b_v5e_16",
   "qwen3_5_0_8b_h200_1",
   "qwen3_14b_v5p_8",
+  "qwen3_14b_v6e_16",
   "qwen3_30b_a3b_h200_64",
   "tiny_rl",
   "tiny_sft",
   "use_adapter_pushes",
   "use_algorithm",
+  "use_cudnn",
   "use_embedded",
   "use_fp8",
   "use_fp8_products",

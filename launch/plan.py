@@ -118,6 +118,7 @@ def planned(experiment: Any, sampler: Any, topology: chips.Topology) -> dict[str
     "rows": run.rows,
     "tokens": run.tokens,
     "resident": run.resident,
+    "attention": run.attention,
     "programs": found,
     "training_step": step,
     "fits": fits,

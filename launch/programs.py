@@ -19,7 +19,8 @@ from agentrl_jax.analysis.planning.traced import Run, Traced
 from agentrl_jax.learner.evaluate import make_evaluate
 from agentrl_jax.learner.rows import goes_whole, rows_per_micro_batch
 from agentrl_jax.learner.step import make_prepare, make_step
-from agentrl_jax.models.model import Model
+from agentrl_jax.models import attention, context
+from agentrl_jax.models.model import Model, is_spec
 from agentrl_jax.models.precision import Stored
 from agentrl_jax.models.sharding import batch_sharding, replicated
 from agentrl_jax.orchestrate.experiment import Experiment
@@ -106,7 +107,38 @@ def trace_run(experiment: Experiment, model: Model, mesh: Mesh, sampler: Sampler
     parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(state.weights)),
     tokens=batch.tokens.size,
     rows=batch.tokens.shape[0],
+    attention=attention_of(experiment, model, mesh, batch),
   )
+
+
+def attention_of(
+  experiment: Experiment, model: Model, mesh: Mesh, batch: TrajectoryBatch
+) -> tuple[str, ...]:
+  """What `context.choose` says to the layers of the learner, each different answer once."""
+  said: dict[str, None] = {}
+  platform = mesh.devices.flat[0].platform
+
+  def listen(query: Any, key: Any, value: Any, sample: Any, parent: Any, window: Any) -> Any:
+    chosen = context.choose(
+      query, key, value, parent, window, platform=platform, kernels=experiment.kernels
+    )
+    said[chosen.said] = None
+    return attention.attend_plain(query, key, value, sample, parent, window)
+
+  def forward(weights: Any) -> Any:
+    return model.forward(
+      weights,
+      *(jnp.asarray(x[:1]) for x in (batch.tokens, batch.sample, batch.position)),
+      parent=None if batch.parent is None else jnp.asarray(batch.parent[:1]),
+      dtype=jnp.dtype(experiment.dtype),
+      attend_rows=listen,
+    )
+
+  shapes = jax.tree.map(
+    lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), model.abstract(), is_leaf=is_spec
+  )
+  jax.eval_shape(forward, shapes)
+  return tuple(said)
 
 
 def bytes_a_device(tree: Any) -> int:

@@ -12,6 +12,7 @@ from agentrl_jax.learner.critic import Critic, span, values
 from agentrl_jax.learner.forward import Forward, make_forward
 from agentrl_jax.learner.products import AS_MODEL, Beside, Products, ready
 from agentrl_jax.learner.rows import split, take
+from agentrl_jax.models.kernels import PROVEN, Kernels
 from agentrl_jax.models.model import Model, Weights, cast
 from agentrl_jax.models.sharding import batch_sharding, replicated
 from agentrl_jax.ops.logprobs import token_logprobs
@@ -61,6 +62,7 @@ def make_evaluate(
   rows: int,
   dtype: DTypeLike = jnp.float32,
   products: Products = AS_MODEL,
+  kernels: Kernels = PROVEN,
 ) -> EvaluateFn:
   """A jitted pass without gradient over the whole packed batch.
 
@@ -71,13 +73,14 @@ def make_evaluate(
     rows: rows that each data shard handles at a time; B must be a multiple of rows x data shards.
     dtype: what the model computes in; log-probs are float32.
     products: how its products are computed.
+    kernels: those that attention may use, by platform.
 
   Returns:
     evaluate(weights, batch, critic=None, beside=None) -> PolicyEval [B T], of the weights with
     their adapters where `beside` holds them, with the sums of routers over the
     batch. Blocks of rows without an action token are not computed.
   """
-  forward = make_forward(model, mesh, dtype=dtype, products=products)
+  forward = make_forward(model, mesh, dtype=dtype, products=products, kernels=kernels)
 
   def evaluate(
     weights: Weights,

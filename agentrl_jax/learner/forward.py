@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from agentrl_jax.learner.products import AS_MODEL, Products
 from agentrl_jax.models import context, moe
+from agentrl_jax.models.kernels import PROVEN, Kernels
 from agentrl_jax.models.model import Model, Weights
 from agentrl_jax.models.remat import Remat, over_batch, save_everything
 from agentrl_jax.types import RouterSums, TrajectoryBatch
@@ -26,8 +27,10 @@ def make_forward(
   dtype: DTypeLike,
   remat: Remat = save_everything,
   products: Products = AS_MODEL,
+  kernels: Kernels = PROVEN,
 ) -> Forward:
-  """The forward pass of weights that `products.ready` made; `remat` as in `models.remat`.
+  """The forward pass of weights that `products.ready` made; `remat` as in `models.remat`,
+  `kernels` those that attention may use.
 
   Raises ValueError for a family with a recurrent state on a mesh that cuts rows.
   """
@@ -41,7 +44,7 @@ def make_forward(
   # Not every family has layers to transform.
   options: dict[str, Any] = {} if layered is save_everything else {"remat": layered}
   if mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
-    options["attend_rows"] = context.attend_on(mesh)
+    options["attend_rows"] = context.attend_on(mesh, kernels)
   options |= products.options
   if routed and mesh.size > 1:
     options["experts"] = moe.sharded_experts(mesh)

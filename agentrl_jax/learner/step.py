@@ -20,6 +20,7 @@ from agentrl_jax.learner.products import AS_MODEL, Beside, Products, ready
 from agentrl_jax.learner.rows import split, take
 from agentrl_jax.learner.state import TrainState, abstract_state, learned, state_shardings
 from agentrl_jax.models import moe
+from agentrl_jax.models.kernels import PROVEN, Kernels
 from agentrl_jax.models.model import Model, Weights, cast
 from agentrl_jax.models.precision import History, remembered
 from agentrl_jax.models.remat import Remat, save_everything
@@ -64,6 +65,7 @@ def make_step(
   remat: Remat = save_everything,
   correction_rate: float = 0.0,
   products: Products = AS_MODEL,
+  kernels: Kernels = PROVEN,
 ) -> StepFn:
   """One jitted optimizer step; the state that goes in is donated.
 
@@ -82,6 +84,7 @@ def make_step(
     correction_rate: by how much each step moves the corrections of routers that have them, towards
       equal load (`moe.rebalanced`); 0 leaves them as they are.
     products: how products are computed, and whether adapters are trained in place of the weights.
+    kernels: those that attention may use, by platform.
 
   Returns:
     step(state, batch) -> (state, metrics): the loss's own metrics summed over micro-batches, and
@@ -90,7 +93,7 @@ def make_step(
     `skipped`. Micro-batches in which no token has weight are not computed.
   """
   placed = state_shardings(abstract_state(model, optimizer, mesh, critic=critic, products=products))
-  forward = make_forward(model, mesh, dtype=dtype, remat=remat, products=products)
+  forward = make_forward(model, mesh, dtype=dtype, remat=remat, products=products, kernels=kernels)
   paths, _ = jax.tree_util.tree_flatten_with_path(placed.weights)
   if correction_rate and not any(moe.is_correction(path) for path, _ in paths):
     raise ValueError(

@@ -22,7 +22,7 @@ from agentrl_jax.ops.quantize import OCP, finite, quantize
 Carry = tuple[Array, Array, Array]  # running sums of a loop over blocks
 
 MIXED = "mixed"  # what `remat.save_attention` keeps of attention in blocks
-_PLAIN_LENGTH = 256  # up to here the whole [T T] score matrix is smaller than the blocks' overhead
+PLAIN_LENGTH = 256  # up to here the whole [T T] score matrix is smaller than the blocks' overhead
 # Queries and keys a block. A large one reads and writes less memory for its products, a small one
 # stays in a CPU's cache and skips more of what is masked.
 _SMALLEST_BLOCK = 128
@@ -58,9 +58,9 @@ def attend(
   *,
   platform: str = "cpu",
 ) -> Float[Array, "B T N H"]:
-  """The one place where an implementation of packed attention is chosen, by length and platform."""
+  """All scores at once of short rows, else block by block; of kernels `context.choose` knows."""
   length = query.shape[1]
-  if length <= _PLAIN_LENGTH:
+  if length <= PLAIN_LENGTH:
     return attend_plain(query, key, value, sample, parent, window)
   block = block_of(length, platform)
   return attend_blockwise(query, key, value, sample, parent, window, block=block)

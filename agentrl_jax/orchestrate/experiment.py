@@ -17,6 +17,7 @@ from agentrl_jax.learner.products import Products
 from agentrl_jax.losses.checks import some_group_of_two
 from agentrl_jax.losses.readiness import ClipController
 from agentrl_jax.losses.routers import AS_CHECKPOINT, Routers
+from agentrl_jax.models.kernels import PROVEN, Kernels
 from agentrl_jax.models.lora import Lora
 from agentrl_jax.models.model import Model
 from agentrl_jax.models.precision import Fp8
@@ -110,10 +111,11 @@ class Experiment:
   and trainer must be the same policy. About 1e-4 is reachable in float32; declare more for bfloat16
   engines. `clip` moves the upper clip of algorithms that read it (`with_clip_high`, as `ac2`) after
   each step by the policy's entropy. `remat` says what of each layer is kept for the backward pass
-  (`models.remat`). `routers` is for mixtures of experts. `fp8` has the learner compute products in
-  FP8, `lora` has it train adapters alone (docs/precision.md), and with `push_adapters` these alone
-  go to the engine, not merged weights. `architecture` is what the directory must hold, where that
-  is known: a run refuses another, and `launch.plan` needs no directory.
+  (`models.remat`), `kernels` which fused ones attention may use (`models.kernels`). `routers` is
+  for mixtures of experts. `fp8` has the learner compute products in FP8, `lora` has it train
+  adapters alone (docs/precision.md), and with `push_adapters` these alone go to the engine, not
+  merged weights. `architecture` is what the directory must hold, where that is known: a run refuses
+  another, and `launch.plan` needs no directory.
   """
 
   model: str
@@ -137,6 +139,7 @@ class Experiment:
   critic: MakeCritic = on_policy
   clip: ClipController | None = None
   remat: Remat = save_everything
+  kernels: Kernels = dataclasses.field(default_factory=lambda: PROVEN)
   routers: Routers = AS_CHECKPOINT
   fp8: Fp8 | None = None
   lora: Lora | None = None

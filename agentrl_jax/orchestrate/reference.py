@@ -56,6 +56,7 @@ def open_reference(
       rows=experiment.batch.micro_rows,
       temperature=experiment.temperature,
       dtype=jnp.dtype(experiment.dtype),
+      kernels=experiment.kernels,
     )
   weights = load_weights(model, directory, shardings=shardings(model, mesh), dtype=jnp.float32)
   return lambda _, batch: policy(weights, batch).logp

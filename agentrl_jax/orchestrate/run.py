@@ -403,6 +403,7 @@ def learner_options(experiment: Experiment) -> dict[str, Any]:
     "temperature": experiment.temperature,
     "dtype": jnp.dtype(experiment.dtype),
     "products": experiment.products,
+    "kernels": experiment.kernels,
   }
 
 

@@ -32,7 +32,8 @@ def pod(
     mesh: sizes of the mesh axes.
     slots: rows of the sampler.
     keep: what of each layer the backward pass finds, see `models.remat`.
-    share_prompts: whether a row may hold the prompt of its episodes once, see `Batch`.
+    share_prompts: whether a row may hold the prompt of its episodes once, see `Batch`; TPU's kernel
+      for attention needs them apart.
   """
   return fdl.Config(
     Experiment,

@@ -19,12 +19,15 @@ from agentrl_jax.losses.ratios import per_token
 from agentrl_jax.losses.readiness import ClipController, RateController, Readiness
 from agentrl_jax.losses.surrogates import clip, likelihood
 from agentrl_jax.losses.weights import mean_over, nested_mean
+from agentrl_jax.models import remat
 from agentrl_jax.ops.scales import GROUP, TOKEN, TRAJ
 from agentrl_jax.orchestrate import engines, supervised, tasksets, tiny
-from agentrl_jax.orchestrate.experiment import Evaluation
+from agentrl_jax.orchestrate.experiment import Batch, Evaluation, Experiment
 from agentrl_jax.orchestrate.supervised import Supervised
 from agentrl_jax.rollout.episode import Limits
 from agentrl_jax.types import AdvantageFn, Algorithm, Aux, Credit, TrajectoryBatch, WeightFn
+from configs.engines import use_sglang
+from configs.pods import models
 from experiments.ac2 import base as bases
 from experiments.ac2.memory import at_once, everywhere
 from experiments.ac2.plan import CriticPlan, Plan
@@ -194,6 +197,44 @@ def plan(arm: str, scale: str, seed: int = 0) -> fdl.Config[Plan]:
   if smoke and made.critic is not None:
     made.critic.drawn, made.critic.trust = 8, at_once
   return made
+
+
+def qwen3_4b() -> fdl.Config[Experiment]:
+  """The actor's step at full scale, planned and not run: `--topology=v5:2x4x4`, or h200:32.
+
+  192 starts x 16 continuations of up to 52,000 tokens with what they continue, two updates. A plan
+  of `Experiment`: the critic, who is the policy itself with a second optimizer, is not in it.
+  """
+  plan = fdl.Config(
+    Experiment,
+    model="models/qwen3-4b",
+    architecture=fdl.Config(models.qwen3_4b),
+    tasks=fdl.Config(tasksets.ledger),
+    algorithm=fdl.Config(relative),
+    optimizer=fdl.Config(optim.adamw, learning_rate=2e-6, clip_norm=0.3, weight_decay=0.01),
+    engine=fdl.Config(engines.embedded),
+    steps=200,
+    temperature=0.8,
+    limits=fdl.Config(Limits, turn_tokens=50_000, context_tokens=53_247, seconds=7200.0),
+    batch=fdl.Config(
+      Batch,
+      groups=192,
+      members=16,
+      row_length=53_248,
+      micro_rows=1,
+      minibatches=2,
+      share_prompts=False,
+    ),
+    clip=fdl.Config(ClipController, offset=0.06, base=0.28, target=0.28, step=0.02),
+    evaluation=fdl.Config(Evaluation, tasks=128, samples=4, every=10),
+    mesh={"fsdp": 8, "tensor": 2, "context": 2},
+    dtype="bfloat16",
+    remat=remat.save_nothing,
+    max_mismatch=0.5,
+    concurrency=512,
+  )
+  use_sglang(plan)
+  return plan
 
 
 def settings(arm: str, scale: str) -> dict[str, str]:

@@ -12,14 +12,19 @@ from fiddle import printing
 from agentrl_jax.envs import turn_chain
 from agentrl_jax.learner import critic, optim
 from agentrl_jax.losses import recipes
+from agentrl_jax.losses.corrections import truncated_is
 from agentrl_jax.losses.gae import gae, two_scale_gae
 from agentrl_jax.losses.weights import once_explained
+from agentrl_jax.models import remat
+from agentrl_jax.models.model import Model
 from agentrl_jax.ops.scales import TOKEN, TURN, Scale
 from agentrl_jax.orchestrate import engines, supervised, tasksets, tiny
 from agentrl_jax.orchestrate.experiment import Batch, Evaluation, Experiment
 from agentrl_jax.orchestrate.supervised import Supervised
 from agentrl_jax.rollout.episode import Limits
 from agentrl_jax.types import AdvantageFn, Algorithm
+from configs.engines import use_fp8, use_sglang
+from configs.pods import models as pods
 
 # Lower and upper clip for each scale of the ratio, which clip about 2 % in results/pilot.json.
 CLIP: Mapping[str, tuple[float, float]] = {
@@ -142,6 +147,69 @@ def experiment(arm: str, scale: str, seed: int = 0) -> fdl.Config[Experiment]:
     checkpoint_every=2 if smoke else 10,
     critic=critic.of_its_own,
   )
+
+
+# --- full scale: planned, not run
+# -----------------------------------------------------------------------------------
+
+
+def full(*, low: float = 3e-3, high: float = 4e-3) -> Algorithm:
+  """MPO with the specification's clip of turns; what engine and trainer differ by is truncated."""
+  algorithm = recipes.mpo(low=low, high=high, coef=1.0)
+  return algorithm._replace(weight=truncated_is(algorithm.weight, cap=2.0))
+
+
+def qwen3_4b() -> fdl.Config[Experiment]:
+  """`--topology=v5:2x4x4`, or h200:32; a second Qwen3-4B as critic."""
+  mesh = {"fsdp": 16, "tensor": 2}
+  return _full_scale(pods.qwen3_4b, "models/qwen3-4b", mesh)
+
+
+def qwen3_30b_a3b() -> fdl.Config[Experiment]:
+  """`--topology=h200:64`; FP8 rollouts, and a second Qwen3-30B-A3B as critic."""
+  mesh = {"fsdp": 8, "expert": 8}
+  plan = _full_scale(pods.qwen3_30b_a3b, "models/qwen3-30b-a3b", mesh)
+  use_fp8(plan)
+  return plan
+
+
+def _full_scale(
+  architecture: Callable[[], Model], directory: str, mesh: Mapping[str, int]
+) -> fdl.Config[Experiment]:
+  """64 tasks x 8 episodes of up to 24,576 tokens and 32 turns, two updates; SGLang elsewhere."""
+  plan = fdl.Config(
+    Experiment,
+    model=directory,
+    architecture=fdl.Config(architecture),
+    tasks=fdl.Config(tasksets.turn_chain),
+    algorithm=fdl.Config(full),
+    optimizer=fdl.Config(
+      optim.with_critic,
+      fdl.Config(optim.adamw, learning_rate=1e-6, b2=0.95),
+      fdl.Config(optim.adamw, learning_rate=1e-5, b2=0.95),
+    ),
+    engine=fdl.Config(engines.embedded),
+    steps=200,
+    limits=fdl.Config(Limits, turn_tokens=4096, context_tokens=24_575, turns=32, seconds=3600.0),
+    batch=fdl.Config(
+      Batch,
+      groups=64,
+      members=8,
+      row_length=24_576,
+      micro_rows=1,
+      minibatches=2,
+      share_prompts=False,
+    ),
+    evaluation=fdl.Config(Evaluation, tasks=256, samples=1, every=20),
+    mesh=dict(mesh),
+    dtype="bfloat16",
+    remat=remat.save_nothing,
+    max_mismatch=0.5,
+    concurrency=512,
+    critic=critic.of_its_own,
+  )
+  use_sglang(plan)
+  return plan
 
 
 def settings(arm: str, scale: str) -> dict[str, str]:

@@ -218,7 +218,9 @@ def pod() -> fdl.Config[Experiment]:
     limits=fdl.Config(
       Limits, turn_tokens=16_384, context_tokens=65_535, turns=1000, seconds=7200.0
     ),
-    batch=fdl.Config(Batch, groups=64, members=18, row_length=65_536, micro_rows=1),
+    batch=fdl.Config(
+      Batch, groups=64, members=18, row_length=65_536, micro_rows=1, share_prompts=False
+    ),
     evaluation=fdl.Config(Evaluation, tasks=300, samples=1, every=17),
     mesh={"data": 4, "fsdp": 8, "expert": 4},
     dtype="bfloat16",

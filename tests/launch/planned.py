@@ -45,3 +45,22 @@ def small_mixture():
   config.architecture = fdl.Config(mixture)
   config.mesh = {"fsdp": 2, "expert": 4}
   return config
+
+
+def splash_sized() -> Model:
+  return llama.bind(
+    llama.Config(
+      vocab_size=256, embed=256, ffw=512, layers=2, heads=4, kv_heads=2, head_dim=64,
+      max_position=1024, tied=True,
+    )
+  )  # fmt: skip
+
+
+def small_splash():
+  """Rows and heads as TPU's kernel for attention takes them; what it mixed is kept."""
+  config = small()
+  config.architecture = fdl.Config(splash_sized)
+  config.batch.row_length, config.limits.context_tokens = 1024, 1023
+  config.batch.share_prompts = False
+  config.dtype, config.remat = "bfloat16", remat.save_attention
+  return config

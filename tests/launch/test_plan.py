@@ -49,6 +49,7 @@ def test_the_plan_of_a_small_run(whole):
   parameters = sum(int(np.prod(spec.shape)) for spec in leaves)
   assert whole["parameters"] == parameters and whole["fits"] is True
   assert (whole["rows"], whole["tokens"]) == (16, 16 * 128)
+  assert whole["attention"] == ["all scores at once, rows of 128"]
   assert [p["name"] for p in whole["programs"]] == ["evaluate", "step", "prefill", "decode"]
   assert whole["sharding"][-1].split()[-1] == f"{whole['resident']['weights']:,}"
   # 8 rows over fsdp, 2 key-value heads over tensor: 2 layers x 2 x [2, 1, 16, 127] float32.

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from configs.pods import glm4, qwen3
+from tests.launch.planned import splash_sized
 from tests.launch.test_plan import plan
 
 PLANS = Path(__file__).parents[2] / "docs" / "plans"
@@ -46,6 +47,32 @@ def test_the_small_run_planned_for_accelerators(topology, needs):
     assert 8 * program["flops"] == pytest.approx(program["flops_all"], rel=0.05)
     assert program["counted_once"] == [] and program["memory"]["temporaries"] > 0
     assert {"fsdp", "tensor"} <= {c["axes"] for c in program["collectives"]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v6e:2x4"])
+def test_attention_by_splash_is_planned(topology):
+  """The kernels compile for the chip, and their products are counted like those of blocks."""
+  if importlib.util.find_spec("libtpu") is None:
+    pytest.skip(f"no compiler for {topology}: bash launch/environment.sh --extra=plan-tpu")
+  arguments = (f"--topology={topology}", "--programs=evaluate,step", "--json")
+  done = plan("--config=config:tests.launch.planned.small_splash", *arguments, timeout=1700)
+  assert done.returncode == 0, done.stderr
+  found = json.loads(done.stdout)
+  assert found["attention"] == ["splash"]
+  config = splash_sized().config
+  rows, length, layers, n, h = 16, 1024, config.layers, config.heads, config.head_dim
+  product = 2 * rows * layers * n * h * length**2 * 3 / 4  # 3 of 4 blocks of 512
+  weights = 2 * config.embed * h * (n + config.kv_heads) + 3 * config.embed * config.ffw
+  forward = 2 * rows * length * (layers * weights + config.embed * config.vocab_size)
+  evaluate, step = found["programs"]
+  for program in (evaluate, step):
+    assert program["uncounted"] == [] and program["counted_once"] == []
+    assert 8 * program["flops"] == pytest.approx(program["flops_all"], rel=0.05)
+  assert evaluate["flops_all"] == pytest.approx(forward + 2 * product, rel=0.02)
+  # Layers four times but for one product, the head thrice and again; attention once, and 7 back.
+  assert step["flops_all"] == pytest.approx(4 * forward + 9 * product, rel=0.05)
 
 
 @pytest.mark.parametrize("name", PODS)

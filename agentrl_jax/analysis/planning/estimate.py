@@ -75,6 +75,7 @@ class Estimate:
   collectives: tuple[Collective, ...] = ()
   largest: tuple[tuple[str, int, str, int], ...] = ()  # array, bytes, jax's name, how many alike
   counted_once: tuple[str, ...] = ()
+  uncounted: tuple[str, ...] = ()
   refused: str = ""
 
 
@@ -94,7 +95,11 @@ def estimate(traced: Traced, run: Run, topology: Topology, mesh: Mapping[str, in
   spent = time.monotonic() - started
   program = hlo.parse(compiled.as_text())
   cost = hlo_cost.count(
-    program, mesh, trips=counts.iterations, on_chip_spaces=topology.platform == "tpu"
+    program,
+    mesh,
+    trips=counts.iterations,
+    kernels=counts.kernel,
+    on_chip_spaces=topology.platform == "tpu",
   )
   largest = [
     (f"{s.dtype}[{','.join(map(str, s.dims))}]", s.nbytes, name, alike)
@@ -112,6 +117,7 @@ def estimate(traced: Traced, run: Run, topology: Topology, mesh: Mapping[str, in
     collectives=cost.collectives,
     largest=tuple(largest),
     counted_once=cost.unknown,
+    uncounted=cost.uncounted,
   )
 
 

@@ -14,11 +14,13 @@ import numpy as np
 from agentrl_jax.analysis.planning.hlo import Instruction, Program, Shape, trip_count
 
 Trips = Callable[[str], float | None]  # op_name of a loop that depends on data -> mean iterations
+KernelCost = Callable[[str], tuple[float, float] | None]  # op_name of a kernel -> FLOPs, bytes
 
 _FREE = {
   "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota",
   "partition-id", "replica-id", "add-dependency", "opt-barrier", "domain",
 }  # fmt: skip
+_PALLAS = 'custom_call_target="tpu_custom_call"'
 _OF_XLA = 'is_spmd_generated="true"'
 _COLLECTIVES = (
   "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
@@ -39,12 +41,15 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-  """Of one device. `unknown` names the loops whose iterations nobody could say: counted once."""
+  """Of one device. `unknown` names the loops whose iterations nobody could say, counted once, and
+  `uncounted` the kernels whose products nobody could.
+  """
 
   flops: float
   nbytes: float
   collectives: tuple[Collective, ...]
   unknown: tuple[str, ...]
+  uncounted: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass
@@ -52,12 +57,14 @@ class _Count:
   program: Program
   mesh: Mapping[str, int]
   trips: Trips
+  kernels: KernelCost
   fast: bool  # whether memory spaces other than 0 are on the chip
   flops: float = 0.0
   nbytes: float = 0.0
   sent: dict[tuple[str, str, int], list[float]] = dataclasses.field(default_factory=dict)
   channels: set[str] = dataclasses.field(default_factory=set)
   unknown: dict[str, None] = dataclasses.field(default_factory=dict)
+  uncounted: dict[str, None] = dataclasses.field(default_factory=dict)
 
 
 def count(
@@ -65,6 +72,7 @@ def count(
   mesh: Mapping[str, int],
   *,
   trips: Trips = lambda _: None,
+  kernels: KernelCost = lambda _: None,
   on_chip_spaces: bool = False,
 ) -> Cost:
   """The cost of one run on one device.
@@ -73,16 +81,17 @@ def count(
     program: as `hlo.parse` gives it.
     mesh: sizes of the mesh axes in order; partition i lies where i has its coordinates.
     trips: mean iterations of a loop whose count is not in the program, None if unknown.
+    kernels: FLOPs and bytes of one call of a Pallas kernel, which is opaque here.
     on_chip_spaces: memory spaces other than 0 are on the chip (TPU) and cost no traffic.
   """
-  state = _Count(program, mesh, trips, on_chip_spaces)
+  state = _Count(program, mesh, trips, kernels, on_chip_spaces)
   _walk(state, program.entry, 1.0, memory=True)
   found = [
     Collective(kind, axes, group, times, nbytes)
     for (kind, axes, group), (times, nbytes) in state.sent.items()
   ]
   found.sort(key=lambda c: -c.nbytes)
-  return Cost(state.flops, state.nbytes, tuple(found), tuple(state.unknown))
+  return Cost(state.flops, state.nbytes, tuple(found), tuple(state.unknown), tuple(state.uncounted))
 
 
 def _walk(state: _Count, computation: str, times: float, *, memory: bool) -> None:
@@ -102,6 +111,11 @@ def _walk(state: _Count, computation: str, times: float, *, memory: bool) -> Non
     if opcode == "conditional":
       _walk_dearest(state, instruction, times)
       continue
+    if _PALLAS in instruction.attributes:
+      flops, nbytes = _kernel(state, instruction, inside)
+      state.flops += times * flops
+      state.nbytes += times * nbytes
+      continue
     state.flops += times * products(instruction, inside)
     if memory:
       state.nbytes += times * _traffic(state, instruction, inside)
@@ -111,6 +125,17 @@ def _walk(state: _Count, computation: str, times: float, *, memory: bool) -> Non
     if opcode == "call":
       for called in instruction.called("to_apply"):
         _walk(state, called, times, memory=memory)
+
+
+def _kernel(
+  state: _Count, instruction: Instruction, inside: Mapping[str, Instruction]
+) -> tuple[float, float]:
+  """(FLOPs, bytes) of one call; of a kernel that nobody knows none, and each of its arrays once."""
+  known = state.kernels(instruction.op_name)
+  if known is not None:
+    return known
+  state.uncounted[instruction.op_name or instruction.name] = None
+  return 0.0, _traffic(state, instruction, inside)
 
 
 def _walk_dearest(state: _Count, instruction: Instruction, times: float) -> None:

@@ -16,13 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from agentrl_jax.analysis.planning import pallas_cost
+
 Known = np.ndarray | None  # None: not known
 SMALL = 1 << 24  # elements of arrays worth computing
 MOST_ITERATIONS = 1 << 20
 
-# Scopes by which `models.grouped` and `models.moe` say what their shapes do not.
+# Scopes by which `models.grouped`, `models.moe` and `models.kernels` say what their shapes do not.
 _TILES = re.compile(r"tiles_of_(\d+)_in_(\d+)_groups_of_(\d+)_rows")
 _SHARE = re.compile(r"one_in_(\d+)_rows")
+_TRIANGLE = re.compile(r"triangle_of_(\d+)_blocks")
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # where primitives that call keep what they call
 
 
@@ -30,12 +33,14 @@ _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # where primitives that call keep
 class Count:
   """`flops` of products, 2 a multiply-add, over all devices.
 
-  `loops` gives for the path of each loop that depends on data (times entered, iterations in all).
+  `loops` gives for the path of each loop that depends on data (times entered, iterations in all),
+  `kernels` for that of each Pallas kernel (FLOPs, bytes) of one call on one device.
   """
 
   flops: float = 0.0
   loops: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
   unknown: dict[str, None] = dataclasses.field(default_factory=dict)
+  kernels: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
 
   def add(self, other: "Count", times: float = 1.0) -> None:
     self.flops += times * other.flops
@@ -43,6 +48,7 @@ class Count:
       before = self.loops.get(path, (0.0, 0.0))
       self.loops[path] = before[0] + times * entered, before[1] + times * iterations
     self.unknown |= other.unknown
+    self.kernels |= other.kernels
 
   def iterations(self, op_name: str) -> float | None:
     """Mean iterations of the loop that XLA knows by this name; None where it was not met.
@@ -51,6 +57,10 @@ class Count:
     """
     entered, iterations = self.loops.get(path_of(op_name), (0.0, 0.0))
     return iterations / entered if entered else balanced_tiles(op_name)
+
+  def kernel(self, op_name: str) -> tuple[float, float] | None:
+    """(FLOPs, bytes) of the kernel that XLA knows by this name; None where it was not met."""
+    return self.kernels.get(path_of(op_name.removesuffix("/pallas_call")))
 
 
 def path_of(op_name: str) -> str:
@@ -123,6 +133,8 @@ def _equation(total: Count, eqn: Any, inputs: list[Known], path: str) -> Sequenc
     return _while(total, eqn, inputs, path)
   if name == "cond":
     return _cond(total, eqn, inputs, path)
+  if name == "pallas_call":
+    return _kernel(total, eqn, path)
   total.flops += products(eqn) / (_share(path) if name.startswith("ragged_dot") else 1)
   inner = next((eqn.params[key] for key in _CALLS if key in eqn.params), None)
   if inner is not None:
@@ -149,14 +161,11 @@ def products(eqn: Any) -> float:
 
 def _call(total: Count, eqn: Any, inner: Any, inputs: list[Known], path: str) -> Sequence[Known]:
   """A function called as it is; on a mesh (`shard_map`), by every device, and on unknown parts."""
-  jaxpr, consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, [])
+  jaxpr, consts = _opened(inner)
   once = Count()
   times, nothing = 1.0, list[Known]([None] * len(jaxpr.invars))
   if eqn.primitive.name == "shard_map":
     times, inputs = float(eqn.params["mesh"].size), nothing[: len(inputs)]
-  elif eqn.primitive.name == "pallas_call":
-    grid = eqn.params["grid_mapping"].grid
-    times, inputs = float(math.prod(g for g in grid if isinstance(g, int))), nothing
   name = eqn.params.get("name")
   if eqn.primitive.name == "remat2" or eqn.primitive.name == "checkpoint":
     name = None
@@ -168,11 +177,30 @@ def _call(total: Count, eqn: Any, inner: Any, inputs: list[Known], path: str) ->
   return found if times == 1.0 and len(found) == len(eqn.outvars) else [None] * len(eqn.outvars)
 
 
+def _opened(inner: Any) -> tuple[Any, Sequence[Any]]:
+  """A jaxpr and its constants, which one that is not closed does not have."""
+  return (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, [])
+
+
+def _kernel(total: Count, eqn: Any, path: str) -> Sequence[Known]:
+  """A Pallas kernel: its body is run for each step of its grid that a scope says is not skipped."""
+  jaxpr, consts = _opened(eqn.params["jaxpr"])
+  once = Count()
+  _run(once, jaxpr, [_small(c) for c in consts], [None] * len(jaxpr.invars), path)
+  found = _TRIANGLE.search(path)
+  share = (int(found[1]) + 1) / (2 * int(found[1])) if found else 1.0
+  flops = once.flops * share * math.prod(pallas_cost.grid_of(eqn))
+  total.flops += flops
+  total.unknown |= once.unknown
+  total.kernels[path_of(path)] = flops, pallas_cost.traffic(eqn, share)
+  return [None] * len(eqn.outvars)
+
+
 def _evaluate(eqn: Any, inputs: list[Known]) -> Sequence[Known]:
   """The results, where all arguments are known and the results are small and no computed floats."""
   unknown = [None] * len(eqn.outvars)
   outs = [v.aval for v in eqn.outvars]
-  if any(i is None for i in inputs) or eqn.effects:
+  if any(i is None for i in inputs) or eqn.effects or eqn.primitive.name in _OF_PLACES:
     return unknown
   if eqn.primitive.name in _PLACED:
     return inputs
@@ -188,6 +216,7 @@ def _evaluate(eqn: Any, inputs: list[Known]) -> Sequence[Known]:
 
 
 _PLACED = {"sharding_constraint", "optimization_barrier", "reshard", "copy", "copy_p"}
+_OF_PLACES = {"program_id", "num_programs", "axis_index"}  # of a step of a grid, or of a device
 # The one float that decides how often a loop runs is a weight that is zero or not.
 _MOVED = {"reshape", "squeeze", "transpose", "slice", "dynamic_slice", "gather"}
 

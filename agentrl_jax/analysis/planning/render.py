@@ -31,6 +31,7 @@ def text(
     f"training step  {run.rows} rows of {batch.row_length} = {run.tokens:,} positions, the fullest "
     f"that {batch.groups} groups of {batch.members} can make; {batch.micro_rows} rows a device at "
     "a time",
+    f"attention      {'; '.join(run.attention)}",
   ]
   if chip.flops is not None:
     lines += [
@@ -79,6 +80,8 @@ def _program(estimate: Estimate) -> Iterator[str]:
     yield f"  large value  {nbytes / 2**20:>8,.0f} MiB  {array}{times}  {name}"
   for loop in estimate.counted_once:
     yield f"  counted once: the loop {loop}, as its iterations depend on what is sampled"
+  for kernel in estimate.uncounted:
+    yield f"  not counted: the products of the kernel {kernel}"
 
 
 def _memory(memory: Memory) -> Iterator[str]:

@@ -29,3 +29,4 @@ class Run:
   parameters: int
   tokens: int  # of a training step
   rows: int
+  attention: tuple[str, ...]  # the implementations that the learner's layers take, in words
