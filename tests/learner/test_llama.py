@@ -1,5 +1,7 @@
 """The learner on a real, tiny transformer: shards, packs, learns."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import optax
@@ -10,7 +12,7 @@ from agentrl_jax.learner.optim import adamw
 from agentrl_jax.learner.state import make_state
 from agentrl_jax.learner.step import make_prepare, make_step
 from agentrl_jax.losses.recipes import grpo, sft
-from agentrl_jax.models import llama
+from agentrl_jax.models import kernels, llama
 from agentrl_jax.models.hf import save_weights
 from agentrl_jax.models.sharding import make_mesh, shardings
 from agentrl_jax.types import Aux
@@ -25,14 +27,15 @@ MODEL = llama.bind(
 SGD = optax.sgd(1.0)
 
 
-def one_step(mesh, rows, batch):
+def one_step(mesh, rows, batch, model=MODEL, **options):
   """(log-probs before, weights after) one off-policy step; weights move by minus the gradient."""
-  state = make_state(MODEL, SGD, mesh, seed=1)
-  policy = make_evaluate(MODEL, mesh, rows=rows, temperature=0.8)(state.weights, batch)
+  state = make_state(model, SGD, mesh, seed=1)
+  evaluate = make_evaluate(model, mesh, rows=rows, temperature=0.8, **options)
+  policy = evaluate(state.weights, batch)
   noise = np.random.default_rng(0).normal(0, 0.1, batch.tokens.shape).astype(np.float32)
   old = np.where(batch.action, np.asarray(policy.logp) + noise, 0.0).astype(np.float32)
   loss_batch = make_prepare(grpo())(batch, Aux(old_logp=old))
-  step = make_step(MODEL, SGD, grpo(), mesh, micro_rows=rows, temperature=0.8)
+  step = make_step(model, SGD, grpo(), mesh, micro_rows=rows, temperature=0.8, **options)
   state, metrics = step(state, loss_batch)
   return jax.device_get((policy, state.weights, metrics))
 
@@ -49,6 +52,22 @@ def test_rows_cut_over_a_context_axis_equal_one_device():
   batch = random_batch(3, rows=4, length=272, vocabulary=32)  # long enough for attention in blocks
   one = one_step(make_mesh(data=1), 4, batch)
   many = one_step(make_mesh(fsdp=2, context=2, tensor=2), 2, batch)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6, rtol=1e-4), one, many)
+
+
+def test_a_kernel_that_may_be_used_is_what_learns():
+  """TPU's, interpreted on a mesh of CPU devices, against blocks on one."""
+  model = llama.bind(dataclasses.replace(MODEL.config, heads=2, kv_heads=1, head_dim=64))
+  batch, runs = random_batch(3, rows=2, length=272, vocabulary=32), []
+
+  def attend(*args):
+    runs.append(args)
+    return kernels.attend_splash(*args, interpret=True)
+
+  one = one_step(make_mesh(data=1), 2, batch, model)
+  on_cpu = {"cpu": kernels.SPLASH._replace(attend=attend)}
+  many = one_step(make_mesh(fsdp=2, tensor=2), 1, batch, model, kernels=on_cpu)
+  assert len(runs) > 1
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6, rtol=1e-4), one, many)
 
 

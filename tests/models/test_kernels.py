@@ -3,6 +3,7 @@
 import functools
 import re
 
+import fiddle as fdl
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from agentrl_jax.analysis.planning import jaxpr_cost, pallas_cost
 from agentrl_jax.models import attention, context, kernels, remat
 from agentrl_jax.models.sharding import make_mesh
+from configs import tiny_rl, tiny_sft, use_cudnn
 
 ROWS, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 300, 4, 2, 64
 BLOCKS = 3  # of 128, of rows padded to 384
@@ -146,6 +148,14 @@ def test_the_choice(platform, asked, fused, said):
   seen = asked.pop("parent", None), asked.pop("window", None)
   found = context.choose(*shaped(**asked), *seen, platform=platform, kernels=may)
   assert found.fused is fused and said in found.said
+
+
+def test_a_configuration_asks_for_cudnn():
+  config = tiny_rl()
+  use_cudnn(config)
+  assert fdl.build(config.kernels) == kernels.with_cudnn()
+  with pytest.raises(ValueError, match="builds Supervised, only an Experiment has kernels"):
+    use_cudnn(tiny_sft())
 
 
 def test_products_and_bytes_of_splash():
