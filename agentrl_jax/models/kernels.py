@@ -30,8 +30,8 @@ def attend_splash(
   key: Float[Array, "B T K H"],
   value: Float[Array, "B T K V"],
   sample: Int[Array, "B T"],
-  parent: None = None,
-  window: None = None,
+  parent: Array | None = None,
+  window: Window | None = None,
   *,
   interpret: bool = False,
 ) -> Float[Array, "B T N V"]:
@@ -74,7 +74,7 @@ def attend_splash(
     interpret=interpret,
   )
   with jax.named_scope(f"triangle_of_{padded // block}_blocks"):  # read by `jaxpr_cost`
-    mixed = jax.vmap(run)(
+    mixed: Any = jax.vmap(run)(
       *(heads_first(x) for x in (scaled, key, value)), splash.SegmentIds(own, own)
     )
   return _without_padding(jnp.swapaxes(mixed, 1, 2)[:, :length], sample)

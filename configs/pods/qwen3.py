@@ -6,8 +6,6 @@
 Download the model to `models/` first, and give `tasks` the problems that it shall learn.
 """
 
-from typing import Any
-
 import fiddle as fdl
 
 from agentrl_jax.models import remat
@@ -18,7 +16,15 @@ from configs.pods.grpo import pod
 
 def qwen3_4b_v5e_16() -> fdl.Config[Experiment]:
   """`--topology=v5e:4x4`"""
-  return _on_tpu(models.qwen3_4b, "models/qwen3-4b", {"fsdp": 8, "tensor": 2}, slots=64)
+  mesh = {"fsdp": 8, "tensor": 2}
+  return pod(
+    models.qwen3_4b,
+    "models/qwen3-4b",
+    mesh,
+    slots=64,
+    keep=remat.save_attention,
+    share_prompts=False,
+  )
 
 
 def qwen3_4b_h200_8() -> fdl.Config[Experiment]:
@@ -29,20 +35,25 @@ def qwen3_4b_h200_8() -> fdl.Config[Experiment]:
 
 def qwen3_14b_v5p_8() -> fdl.Config[Experiment]:
   """`--topology=v5:2x2x2`"""
-  return _on_tpu(models.qwen3_14b, "models/qwen3-14b", {"fsdp": 8}, slots=128)
+  mesh = {"fsdp": 8}
+  return pod(
+    models.qwen3_14b,
+    "models/qwen3-14b",
+    mesh,
+    slots=128,
+    keep=remat.save_attention,
+    share_prompts=False,
+  )
 
 
 def qwen3_14b_v6e_16() -> fdl.Config[Experiment]:
   """`--topology=v6e:4x4`"""
-  return _on_tpu(models.qwen3_14b, "models/qwen3-14b", {"fsdp": 16}, slots=64)
+  mesh = {"fsdp": 8, "tensor": 2}
+  return pod(models.qwen3_14b, "models/qwen3-14b", mesh, slots=64, share_prompts=False)
 
 
 def qwen3_30b_a3b_h200_64() -> fdl.Config[Experiment]:
   """`--topology=h200:64`"""
   mesh = {"fsdp": 8, "expert": 8}
-  return pod(models.qwen3_30b_a3b, "models/qwen3-30b-a3b", mesh, slots=256)
-
-
-def _on_tpu(*model_and_mesh: Any, slots: int) -> fdl.Config[Experiment]:
-  """Prompts apart, as splash attention needs them, and what it mixed is kept."""
-  return pod(*model_and_mesh, slots=slots, keep=remat.save_attention, share_prompts=False)
+  keep = remat.save_attention
+  return pod(models.qwen3_30b_a3b, "models/qwen3-30b-a3b", mesh, slots=256, keep=keep)

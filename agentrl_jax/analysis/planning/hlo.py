@@ -86,7 +86,7 @@ def parse(text: str) -> Program:
   """The program of `compiled.as_text()`. Raises ValueError if the text has no entry computation."""
   computations: dict[str, dict[str, Instruction]] = {}
   entry, current = "", None
-  for line in text.splitlines():
+  for line in _lines(text):
     header = _HEADER.match(line)
     if header:
       current = computations.setdefault(header[2], {})
@@ -99,6 +99,21 @@ def parse(text: str) -> Program:
   if not entry:
     raise ValueError(f"no entry computation in a text of {len(text)} characters")
   return Program(computations, entry)
+
+
+def _lines(text: str) -> Iterator[str]:
+  """Lines of the text; an instruction that goes on below, as a Pallas kernel's does, is one."""
+  whole = ""
+  for line in text.splitlines():
+    if whole and (line.startswith("  ") or whole.count("{") == whole.count("}")):
+      yield whole
+      whole = ""
+    if whole or line.startswith("  "):
+      whole += line
+    else:
+      yield line
+  if whole:
+    yield whole
 
 
 def _instruction(line: str) -> Instruction:

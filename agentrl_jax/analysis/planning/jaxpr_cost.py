@@ -69,7 +69,7 @@ def path_of(op_name: str) -> str:
   Kept are loops, named scopes, and whether it belongs to a backward pass or a recomputation.
   """
   parts = op_name.split(";")[0].split("/")
-  dropped = {"eval_jaxpr", "checkpoint", "body", "closed_call", "core_call", ""}
+  dropped = {"eval_jaxpr", "checkpoint", "body", "closed_call", "core_call", "shard_map", ""}
   kept = [p for p in parts if p not in dropped and not re.match(r"(jit|jvp|vmap)\(", p)]
   return "/".join(re.sub(r"transpose\(.*\)", "transpose", p) for p in kept)
 

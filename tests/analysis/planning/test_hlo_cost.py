@@ -143,3 +143,29 @@ def step_length(n):
 def test_a_loop_starts_where_it_says():
   assert step_length(7) == 5 * 2 * 4**3
   assert np.isclose(step_length(3), 1 * 2 * 4**3)
+
+
+KERNEL = """
+HloModule planned
+
+ENTRY %main (x: bf16[8,128]) -> bf16[8,128] {
+  %x = bf16[8,128]{1,0} parameter(0)
+  %k.1 = bf16[8,128]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"block": "{\\"q\\": 512}"
+}}, metadata={op_name="jit(f)/shard_map/k/pallas_call"}, backend_config={"body": "TUzv"}
+  ROOT %y = bf16[8,128]{1,0} copy(%k.1)
+}
+"""  # noqa: E501
+
+
+def test_a_kernel_costs_what_the_caller_says_of_its_name():
+  """The text gives its attributes lines of their own; unknown it is named, and moves its arrays."""
+  program = hlo.parse(KERNEL)
+  known = hlo_cost.count(program, {"data": 1}, kernels={
+    "jit(f)/shard_map/k/pallas_call": (1000.0, 10.0)
+  }.get)  # fmt: skip
+  copied = 2 * 8 * 128 * 2
+  assert (known.flops, known.nbytes, known.uncounted) == (1000.0, 10.0 + copied, ())
+  unknown = hlo_cost.count(program, {"data": 1})
+  assert (unknown.flops, unknown.nbytes) == (0.0, 2 * copied)
+  assert unknown.uncounted == ("jit(f)/shard_map/k/pallas_call",)
