@@ -8,7 +8,6 @@ from, are 20 bytes a parameter, 2.1 TB: too much for 16 H200s once there are act
 
 import fiddle as fdl
 
-from agentrl_jax.models import remat
 from agentrl_jax.orchestrate.experiment import Experiment
 from configs.pods import models
 from configs.pods.grpo import pod
@@ -17,5 +16,4 @@ from configs.pods.grpo import pod
 def glm_4_5_air_h200_32() -> fdl.Config[Experiment]:
   """`--topology=h200:32`"""
   mesh = {"fsdp": 8, "expert": 4}
-  keep = remat.save_attention
-  return pod(models.glm_4_5_air, "models/glm-4.5-air", mesh, slots=128, keep=keep)
+  return pod(models.glm_4_5_air, "models/glm-4.5-air", mesh, slots=128)

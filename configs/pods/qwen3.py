@@ -48,12 +48,11 @@ def qwen3_14b_v5p_8() -> fdl.Config[Experiment]:
 
 def qwen3_14b_v6e_16() -> fdl.Config[Experiment]:
   """`--topology=v6e:4x4`"""
-  mesh = {"fsdp": 8, "tensor": 2}
+  mesh = {"fsdp": 4, "tensor": 4}
   return pod(models.qwen3_14b, "models/qwen3-14b", mesh, slots=64, share_prompts=False)
 
 
 def qwen3_30b_a3b_h200_64() -> fdl.Config[Experiment]:
   """`--topology=h200:64`"""
   mesh = {"fsdp": 8, "expert": 8}
-  keep = remat.save_attention
-  return pod(models.qwen3_30b_a3b, "models/qwen3-30b-a3b", mesh, slots=256, keep=keep)
+  return pod(models.qwen3_30b_a3b, "models/qwen3-30b-a3b", mesh, slots=256)
