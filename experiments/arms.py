@@ -129,7 +129,7 @@ def run_all(
 
   A core is taken by a lock that all studies of this user share.
   """
-  pending = [job for job in wanted if not complete(study, job, scale, files)]
+  pending = to_do(study, wanted, scale, files)
   running: list[Worker] = []
   failed: list[tuple[str, int]] = []
   limit = limit or len(os.sched_getaffinity(0))
@@ -153,6 +153,19 @@ def run_all(
       for worker in running:
         _stop(worker)
   return min(len(failed), 100)
+
+
+def to_do(
+  study: Study, wanted: list[tuple[str, int]], scale: str, files: Files
+) -> list[tuple[str, int]]:
+  """The jobs without a complete result, and what they begin from where its files are not there, as
+  in a clone that has the results alone.
+  """
+  undone = {job for job in wanted if not complete(study, job, scale, files)}
+  seeds = {seed for arm, seed in undone if waits(study, arm)}
+  begun = [(arm, seed) for arm in study.first for seed in seeds]
+  undone |= {job for job in begun if not files.kept(*job).exists()}
+  return [job for job in wanted if job in undone]
 
 
 def complete(study: Study, job: tuple[str, int], scale: str, files: Files) -> bool:

@@ -85,6 +85,10 @@ class Files:
   def job(self, arm: str, seed: int) -> Path:
     return self.runs / f"{arm}_{seed}"
 
+  def kept(self, arm: str, seed: int) -> Path:
+    """There once the job has ended, and what others begin from lies beside it."""
+    return self.job(arm, seed) / "ended"
+
 
 def files_of(paper: str, scale: str, results: str | None = None, runs: str | None = None) -> Files:
   """Results of the experiment itself lie beside its code; those of a smoke run do not."""
@@ -128,6 +132,7 @@ def work(study: Study, arm: str, seed: int, scale: str, files: Files) -> None:
     result = study.job(place)
     about.pop("progress", None)
     save(result, complete=True)
+    files.kept(arm, seed).touch()
 
 
 def try_lock(path: Path) -> IO | None:

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -71,6 +72,18 @@ def test_a_failed_job_is_named_and_goes_on_where_it_was(tmp_path):
   code, output = commands.finish(count(tmp_path, "--seeds=0", FAILS="one_0"))
   assert code == 0 and "1 jobs to do, 2 complete" in output
   assert result(tmp_path, "one_0")["result"]["from"] == 2
+
+
+def test_a_job_is_done_again_where_there_are_results_alone(tmp_path):
+  assert commands.finish(count(tmp_path, "--seeds=0"))[0] == 0
+  before = result(tmp_path, "one_0")
+  (tmp_path / "results" / "one_0.json").unlink()
+  shutil.rmtree(tmp_path / "runs")
+  code, output = commands.finish(count(tmp_path, "--arms=one", "--seeds=0"))
+  assert code == 0 and "2 jobs to do, 0 complete" in output, output
+  assert result(tmp_path, "one_0")["result"]["counted"] == before["result"]["counted"]
+  code, output = commands.finish(count(tmp_path, "--seeds=0"))
+  assert code == 0 and "0 jobs to do, 3 complete" in output, output
 
 
 def test_jobs_that_begin_from_a_failed_one_do_not_run(tmp_path):
