@@ -132,14 +132,15 @@ class OneSidedTransport:
     return Delivery()
 
   async def send(self, staged: Staged, peer: Control, ranks: int) -> None:
-    """One update session: begin, all writes, end. A failure ends the writer first."""
+    """One update session: begin, all writes, end. The writer ends with it: a library's threads
+    would go on polling while the server computes its checksums.
+    """
     del ranks
     try:
       async with session(peer):
         await _write(self._writers[staged.key][peer.url], peer)
-    except BaseException:
+    finally:
       self._drop(staged.key, peer.url)
-      raise
 
   def release(self, key: str) -> None:
     """Ends the round's writers, and with them every write that might go on."""
