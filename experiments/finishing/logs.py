@@ -109,5 +109,6 @@ def workdirs() -> Iterator[dict[str, Any]]:
     before, after = _before_after(folder)
     if before.counts()[0].min() > 1:
       name = str(folder.relative_to(evaluations()))
-      named = {"pair": name, "problems": before.problems[0].split("/")[0]}
+      kinds = sorted({problem.split("/")[0] for problem in before.problems})
+      named = {"pair": name, "problems": ", ".join(kinds)}
       yield {**named, "budget": "the run's", "base": before, "rl": after}
