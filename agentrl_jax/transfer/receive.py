@@ -1,6 +1,6 @@
 """The receiving end of `transports.tcp`: beside a server, from connections into files of memory.
 
-    python -m agentrl_jax.transfer.receive --host=HOST --port=PORT --root=/dev/shm/agentrl-received
+    python -m agentrl_jax.transfer.receive --host=HOST --port=PORT --root=DIRECTORY
 
 A bucket is checked before a byte of it is written, and the server sees a round's files only when
 END has proved that all of them are there. They stay as long as the round's first connection: what a
@@ -30,11 +30,11 @@ from agentrl_jax.transfer import delta, wire
 from agentrl_jax.transfer.layout import full
 from agentrl_jax.transfer.plan import ITEM_BYTES
 from agentrl_jax.transfer.stage import NUMPY_DTYPES, tensor_hash
-from agentrl_jax.transfer.transports.disk import safetensors_header
+from agentrl_jax.transfer.transports.disk import SHARED_MEMORY, safetensors_header
 from agentrl_jax.transfer.wire import Base, BaseError, Command, Entry, Frame, WireError
 
 TOKEN = "AGENTRL_TRANSFER_TOKEN"  # the environment variable that both ends read it from
-DEFAULT_ROOT = "/dev/shm/agentrl-received"
+DEFAULT_ROOT = f"{SHARED_MEMORY}-received"
 
 
 class FileReceiver:

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import inspect
 import io
 import json
 import os
@@ -21,9 +22,11 @@ from agentrl_jax.transfer.engine_layout import (
 )
 from agentrl_jax.transfer.layout import assembly
 from agentrl_jax.transfer.plan import plan, whole, with_dtypes
+from agentrl_jax.transfer.receive import DEFAULT_ROOT
 from agentrl_jax.transfer.stage import Staged, source_layout, stage
 from agentrl_jax.transfer.transports import auto
 from agentrl_jax.transfer.transports.auto import Servers
+from agentrl_jax.transfer.transports.broadcast import BroadcastTransport
 from agentrl_jax.transfer.transports.disk import DiskTransport
 from agentrl_jax.transfer.transports.mooncake import Mooncake
 from agentrl_jax.transfer.transports.nixl import Nixl
@@ -100,6 +103,14 @@ def test_disk_replaces_what_a_dead_trainer_left(tmp_path):
   staged(first)  # killed here
   asyncio.run(DiskTransport(tmp_path).send(staged(DiskTransport(tmp_path)), Peer(), 1))
   assert [path.name for path in tmp_path.iterdir()] == ["run-1"]
+
+
+def test_users_of_one_machine_do_not_share_a_directory():
+  """Whoever made it first would keep the others out."""
+  taken = inspect.signature(auto.fastest).parameters["root"].default
+  roots = [DiskTransport().root, BroadcastTransport(["sender"])._staging.root, taken, DEFAULT_ROOT]
+  assert len(set(map(str, roots))) == 3
+  assert all(str(root).startswith(f"/dev/shm/agentrl-{os.getuid()}") for root in roots)
 
 
 def direct_weights():

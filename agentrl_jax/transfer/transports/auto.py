@@ -12,7 +12,7 @@ from agentrl_jax.transfer.control import CallError
 from agentrl_jax.transfer.delta import Encode
 from agentrl_jax.transfer.receive import TOKEN, ReceiverProcess
 from agentrl_jax.transfer.transports import Transport
-from agentrl_jax.transfer.transports.disk import DiskTransport
+from agentrl_jax.transfer.transports.disk import SHARED_MEMORY, DiskTransport
 from agentrl_jax.transfer.transports.mooncake import Mooncake
 from agentrl_jax.transfer.transports.nixl import Nixl
 from agentrl_jax.transfer.transports.tcp import TcpTransport
@@ -125,7 +125,7 @@ def one_sided(make: Callable[[], Library], windows: Mapping[str, str] | None = N
 
 
 def fastest(
-  root: str | os.PathLike[str] = "/dev/shm/agentrl",
+  root: str | os.PathLike[str] = SHARED_MEMORY,
   receivers: Mapping[str, str] | None = None,
   windows: Mapping[str, str] | None = None,
 ) -> Choose:

@@ -24,7 +24,7 @@ from agentrl_jax.transfer.plan import ITEM_BYTES, Plan
 from agentrl_jax.transfer.round import process_of
 from agentrl_jax.transfer.stage import Staged
 from agentrl_jax.transfer.transports import Delivery
-from agentrl_jax.transfer.transports.disk import DiskTransport
+from agentrl_jax.transfer.transports.disk import SHARED_MEMORY, DiskTransport
 from agentrl_jax.transfer.transports.tensor import session
 from agentrl_jax.transfer.wire import bucket_entries
 
@@ -53,7 +53,7 @@ class BroadcastTransport:
     command: Sequence[str],
     *,
     host: str = "127.0.0.1",
-    root: str | os.PathLike[str] = "/dev/shm/agentrl-broadcast",
+    root: str | os.PathLike[str] = f"{SHARED_MEMORY}-broadcast",
     bucket_bytes: int = 256 << 20,
   ):
     self.command, self.host, self.bucket_bytes = list(command), host, bucket_bytes

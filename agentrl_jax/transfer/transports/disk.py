@@ -19,6 +19,8 @@ from agentrl_jax.transfer.plan import Plan, Segment
 from agentrl_jax.transfer.stage import Staged
 from agentrl_jax.transfer.wire import Entry
 
+# One of each user's own: in another's, nothing can be made.
+SHARED_MEMORY = f"/dev/shm/agentrl-{os.getuid()}"
 _SAFETENSORS_DTYPES = {
   "float32": "F32",
   "bfloat16": "BF16",
@@ -43,7 +45,7 @@ class DiskTransport:
   align = 1  # the format allows no gaps; tensors of one dtype stay aligned to it
 
   def __init__(
-    self, root: str | os.PathLike[str] = "/dev/shm/agentrl", *, bucket_bytes: int = 1 << 30
+    self, root: str | os.PathLike[str] = SHARED_MEMORY, *, bucket_bytes: int = 1 << 30
   ):
     self.root, self.bucket_bytes = Path(root), bucket_bytes
 
