@@ -38,14 +38,14 @@ class BlockScaled:
     return (shape[0], 2 * shape[1]) if self._is_packed(name) else shape
 
   def dtype(self, name: str) -> np.dtype:
-    """Raises ValueError as `TensorFiles.dtype`, and for scales that do not divide their matrix."""
+    """Raises ValueError as `TensorFiles.dtype`, and for scales that are not of whole blocks."""
     if name not in self._scales:
       return self._files.dtype(name)
     shape, scales = self.shape(name), self._files.shape(self._scales[name])
-    if (
-      len(shape) != 2 or len(scales) != 2 or any(n % s for n, s in zip(shape, scales, strict=True))
-    ):
-      raise ValueError(f"{self.directory}: {name} is {shape}, its scales {scales} do not divide it")
+    if len(shape) != 2 or len(scales) != 2 or not all(map(_is_whole, shape, scales)):
+      raise ValueError(
+        f"{self.directory}: {name} is {shape}, its scales {scales} are not of whole blocks"
+      )
     return np.dtype(np.float32)
 
   def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
@@ -71,3 +71,11 @@ class BlockScaled:
 
   def _is_packed(self, name: str) -> bool:
     return name in self._scales and self._files.stored(name) == _FP4
+
+
+def _is_whole(size: int, scales: int) -> bool:
+  """Whether so many scales are of whole blocks. Their size is a power of two (128, 32): 2 scales of
+  192 rows are not of 96 each, but of 128 and of the rest.
+  """
+  block, rest = divmod(size, scales)
+  return not rest and (scales == 1 or block.bit_count() == 1)

@@ -23,6 +23,7 @@ from agentrl_jax.models import (
   moe,
   sharding,
 )
+from agentrl_jax.models.block_scaled import BlockScaled
 from agentrl_jax.models.checkpoint_files import TensorFiles
 from agentrl_jax.models.compressed_attention import Sight
 from agentrl_jax.models.deepseek_v4_decoder import HASHED, HEAVY, ROUTED, SPARSE, WINDOW
@@ -308,13 +309,13 @@ def test_tables_are_whole_numbers_and_further_prediction_layers_passed_over(tmp_
 
 
 def _quantized(rng, shape):
-  """A matrix as files hold it, E4M3 in blocks of 4 x 6 where there is room, else E2M1 in runs of
+  """A matrix as files hold it, E4M3 in blocks of 4 x 2 where columns are sixes, else E2M1 in runs of
   four: its bytes, its scales' bytes and what they stand for.
   """
   rows, columns = shape
   if rows % 4 == 0 and columns % 6 == 0:
     values = (rng.integers(-8, 9, shape) / 8).astype(ml_dtypes.float8_e4m3fn)
-    grid, stored = (rows // 4, columns // 6), ("F8_E4M3", values.view(np.uint8))
+    grid, stored = (rows // 4, columns // 2), ("F8_E4M3", values.view(np.uint8))
     values = values.astype(np.float32)
   else:
     codes = rng.integers(0, 16, shape)
@@ -365,6 +366,21 @@ def test_published_files_are_dequantised_as_they_are_read(tmp_path):
   hf.save_weights(model, loaded, tmp_path / "back", copy_from=tmp_path / "model")
   assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
   assert hf.load_model(tmp_path / "back") == V4
+
+
+@pytest.mark.parametrize(("shape", "scales"), [((192, 128), (2, 1)), ((128, 320), (1, 3))], ids=str)
+def test_a_block_that_is_cut_is_refused(tmp_path, shape, scales):
+  """Two scales of 192 rows are of blocks of 128 and 64, not of 96."""
+  sizes = [math.prod(shape), math.prod(scales)]
+  header = {
+    "a.weight": {"dtype": "F8_E4M3", "shape": shape, "data_offsets": [0, sizes[0]]},
+    "a.scale": {"dtype": "F8_E8M0", "shape": scales, "data_offsets": [sizes[0], sum(sizes)]},
+  }
+  text = json.dumps(header).encode()
+  data = len(text).to_bytes(8, "little") + text + bytes(sum(sizes))
+  (tmp_path / "model.safetensors").write_bytes(data)
+  with pytest.raises(ValueError, match=r"a\.weight is .* are not of whole blocks"):
+    BlockScaled(TensorFiles(tmp_path)).read("a.weight")
 
 
 PUBLISHED = {  # the spelling of https://huggingface.co/deepseek-ai/DeepSeek-V4-Flash
