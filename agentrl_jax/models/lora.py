@@ -68,6 +68,11 @@ class Lora:
   def scale(self) -> float:
     return self.alpha / self.rank
 
+  @property
+  def starts_elsewhere(self) -> bool:
+    """Whether the policy before any step may differ from the model directory that it began with."""
+    return self.start is not None or self.base_dtype != "float32"
+
 
 @flax.struct.dataclass
 class Adapter:

@@ -36,7 +36,8 @@ from agentrl_jax.transfer.transports.window import Opening, opening, server_lack
 @dataclasses.dataclass(frozen=True)
 class EngineContext:
   """What an engine is opened with: the trainer's model, what is to be served of it now, and where
-  things are. With `lora` that is the adapters alone, beside the frozen weights of `directory`.
+  things are. With `lora` that is the adapters alone, beside the frozen weights of `directory`;
+  `differs` says that it is not what `directory` holds, also before the first step.
   """
 
   model: Model
@@ -48,6 +49,7 @@ class EngineContext:
   seed: int
   say: Callable[[str], None] = print  # one line to a person
   lora: Lora | None = None
+  differs: bool = False
 
 
 class Host(Protocol):
@@ -201,7 +203,7 @@ def sglang(
           quantization=quantization,
         )
       opened.push_async_callback(publisher.close)
-      starts_without = quantization is not None or context.lora is not None
+      starts_without = quantization is not None or context.lora is not None or context.differs
       host = _SGLang(server, engine, publisher, starts_without)
       if context.version or host.starts_without:
         await host.serve(context.weights, context.version)
@@ -254,7 +256,7 @@ class _SGLang:
   server: SGLangServer
   engine: SGLangEngine
   publisher: Publisher
-  starts_without: bool  # the server has no weights, or no adapter, until the first push
+  starts_without: bool  # the server has no weights, others, or no adapter, until the first push
 
   async def serve(self, weights: Any, version: int) -> None:
     require_committed(await self.publisher.publish(weights, version))

@@ -238,6 +238,7 @@ async def _stage(
         experiment.seed,
         progress.say,
         experiment.lora if experiment.push_adapters else None,
+        experiment.lora is not None and experiment.lora.starts_elsewhere,
       )
     )
     try:

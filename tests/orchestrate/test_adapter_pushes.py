@@ -1,22 +1,27 @@
 """Runs whose engine is given adapters alone."""
 
 import asyncio
+import dataclasses
 import json
 
 import fiddle as fdl
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from fiddle.experimental import serialization
 from rich.console import Console
 
 from agentrl_jax.learner.products import Products
+from agentrl_jax.models import lora
 from agentrl_jax.models.hf import load_model
 from agentrl_jax.models.lora import Lora
 from agentrl_jax.ops.quantize import OCP
 from agentrl_jax.orchestrate import engines, tiny
 from agentrl_jax.orchestrate.engines import EngineContext
 from agentrl_jax.orchestrate.metrics import Progressing
-from agentrl_jax.orchestrate.run import make_deliver
+from agentrl_jax.orchestrate.run import make_deliver, open_run
 from agentrl_jax.orchestrate.sync_loop import train
+from agentrl_jax.rollout.engine import EngineError
 from configs import tiny_rl, use_adapter_pushes, use_lora, use_sglang
 from tests.transfer.test_sglang_adapters import write_plugin
 
@@ -52,6 +57,80 @@ def test_an_engine_is_given_the_adapters_themselves(tmp_path):
     asyncio.run(engines.sglang(dtype="bfloat16", quantization=OCP)(context))
 
 
+def small(directory):
+  """Runs of a model of one layer, which is made in the directory."""
+  model = directory / "model"
+  model.mkdir()
+  tiny.tiny_llama(vocab_size=300, embed=32, layers=1, heads=2, kv_heads=1, ffw=64)(model)
+  config = tiny_rl()
+  config.model, config.tasks.data_dir = str(model), str(directory / "tasks")
+  config.tasks.train_tasks, config.tasks.held_out_tasks = 16, 4
+  config.concurrency, config.checkpoint_every = 8, 1
+  config.batch.groups, config.batch.members, config.batch.only_mixed = 2, 4, False
+  config.batch.row_length, config.batch.micro_rows = 160, 2
+  config.evaluation.tasks = 0
+  config.limits.turn_tokens = 8
+  return config
+
+
+def test_an_engine_is_told_where_its_model_directory_holds_other_weights(tmp_path):
+  """Of a run that has not taken a step: it begins at an adapter, or at rounded weights."""
+  config, seen = small(tmp_path), []
+
+  async def opened(context):
+    seen.append(context.differs)
+    raise EngineError("asked")
+
+  async def begin():
+    experiment = dataclasses.replace(fdl.build(config), engine=opened)
+    with Progressing(Console(quiet=True)) as progress, pytest.raises(EngineError, match="asked"):
+      async with open_run(experiment, tmp_path / "run", progress):
+        pass
+
+  asyncio.run(begin())
+  use_lora(config, **LORA)
+  asyncio.run(begin())
+  config.lora.base_dtype = "bfloat16"
+  asyncio.run(begin())
+  write_adapter(config, tmp_path / "start")
+  asyncio.run(begin())
+  assert seen == [False, False, True, True]
+
+
+def write_adapter(config, directory):
+  """Of random numbers; the configuration then starts at it, in float32."""
+  model, how = load_model(config.model), fdl.build(config.lora)
+  rng = np.random.default_rng(0)
+  drawn = {
+    path: lora.Adapter(
+      a=jnp.asarray(rng.normal(size=spec.a.shape), jnp.float32),
+      b=jnp.asarray(rng.normal(size=spec.b.shape), jnp.float32),
+    )
+    for path, spec in lora.abstract(model, how).items()
+  }
+  lora.save(model, drawn, how, directory)
+  config.lora.start, config.lora.base_dtype = str(directory), "float32"
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_server_samples_from_the_adapter_that_a_run_starts_at(
+  sglang_python, tmp_path, monkeypatch
+):
+  """By merged weights, from the first token on."""
+  monkeypatch.setenv("AGENTRL_SGLANG_PYTHON", str(sglang_python))
+  config = small(tmp_path)
+  config.steps = 1
+  use_lora(config, **LORA)
+  write_adapter(config, tmp_path / "start")
+  use_sglang(config)
+  with Progressing(Console(quiet=True)) as progress:
+    asyncio.run(train(fdl.build(config), tmp_path / "run", progress))
+  (row,) = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+  assert json.loads(row)["mismatch_max"] < 1e-4
+
+
 @pytest.mark.sglang
 @pytest.mark.slow
 @pytest.mark.timeout(900)
@@ -61,17 +140,8 @@ def test_a_run_pushes_adapters(sglang_python, tmp_path, monkeypatch):
   plugins.mkdir()
   monkeypatch.setenv("PYTHONPATH", str(write_plugin(plugins)))
   monkeypatch.setenv("AGENTRL_SGLANG_PYTHON", str(sglang_python))
-  model = tmp_path / "model"
-  model.mkdir()
-  tiny.tiny_llama(vocab_size=300, embed=32, layers=1, heads=2, kv_heads=1, ffw=64)(model)
-  config = tiny_rl()
-  config.model, config.tasks.data_dir = str(model), str(tmp_path / "tasks")
-  config.tasks.train_tasks, config.tasks.held_out_tasks = 16, 4
-  config.steps, config.concurrency, config.checkpoint_every = 2, 8, 1
-  config.batch.groups, config.batch.members, config.batch.only_mixed = 2, 4, False
-  config.batch.row_length, config.batch.micro_rows = 160, 2
-  config.evaluation.tasks = 0
-  config.limits.turn_tokens = 8
+  config = small(tmp_path)
+  config.steps = 2
   use_lora(config, **LORA)
   use_sglang(config)
   use_adapter_pushes(config)

@@ -44,9 +44,7 @@ class DiskTransport:
   per_rank = False
   align = 1  # the format allows no gaps; tensors of one dtype stay aligned to it
 
-  def __init__(
-    self, root: str | os.PathLike[str] = SHARED_MEMORY, *, bucket_bytes: int = 1 << 30
-  ):
+  def __init__(self, root: str | os.PathLike[str] = SHARED_MEMORY, *, bucket_bytes: int = 1 << 30):
     self.root, self.bucket_bytes = Path(root), bucket_bytes
 
   def allocate(self, plan: Plan, key: str) -> Mapping[tuple[int, int], np.ndarray]:
