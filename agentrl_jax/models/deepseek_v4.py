@@ -364,4 +364,5 @@ _FAMILY = Family(
   units=deepseek_v4_decoder.units,
   checkpoint=PublishedFiles,
   whole_prefixes=True,
+  shares_prompts=False,
 )

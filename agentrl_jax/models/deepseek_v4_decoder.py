@@ -289,7 +289,6 @@ def forward_routed(
   sample: Int[Array, "B T"],
   position: Int[Array, "B T"],
   *,
-  parent: Int[Array, "B T"] | None = None,
   replay: Int[Array, "B T L K"] | None = None,
   experts: moe.ComputeExperts = moe.compute_experts,
   dtype: Any = jnp.float32,
@@ -299,15 +298,8 @@ def forward_routed(
 ) -> tuple[Float[Array, "B T D"], moe.Routing]:
   """See `Model.forward_routed`: L are the layers whose routers choose, those by token are not among
   them. Attention is the same whatever `attend_rows` is.
-
-  Raises ValueError for samples that continue others.
   """
   del attend_rows
-  if parent is not None:
-    raise ValueError(
-      "samples that continue others are not supported for deepseek_v4, expected rows that repeat "
-      "what samples begin with (share_prompts=False)"
-    )
   rotations = {kind: config.sight(kind).rotation(position) for kind in (WINDOW, SPARSE)}
   rotations[HEAVY] = rotations[SPARSE]
 

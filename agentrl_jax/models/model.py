@@ -85,6 +85,7 @@ class Family(NamedTuple):
   # A `checkpoint_files.TensorFiles` as one whose names `rules` knows, where a file has others.
   checkpoint: Callable[[Any], Any] = lambda files: files
   whole_prefixes: bool = False  # a cache row can be continued or copied at its end only
+  shares_prompts: bool = True  # a sample of a row may continue another, see `parent` of `forward`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,12 +139,12 @@ class Model:
         whose hidden states are finite and meaningless.
       position: of the token within its sample, from 0; read by the rotary embedding.
       parent: the id of the stream of the same row that a position's sample continues, its own where
-        none; a family that cannot share prefixes has no such argument.
+        none. Raises ValueError for a family that has not `shares_prompts`.
       **options: `dtype` of activations (float32), `remat` (a transformation of the layer function
         such as `jax.checkpoint`), `matmul` (a `models.layers.Matmul`), `attend_rows` (an
         `attention.AttendRows`: `context.attend_on(mesh)` on a mesh).
     """
-    options |= {} if parent is None else {"parent": parent}
+    options |= self._continuing(parent)
     return self.functions.forward(self.config, weights, tokens, sample, position, **options)
 
   def forward_routed(
@@ -164,8 +165,18 @@ class Model:
     """
     if self.functions.forward_routed is None:
       return self.forward(weights, tokens, sample, position, parent=parent, **options), None
-    options |= {} if parent is None else {"parent": parent}
+    options |= self._continuing(parent)
     return self.functions.forward_routed(self.config, weights, tokens, sample, position, **options)
+
+  def _continuing(self, parent: Int[Array, "B T"] | None) -> dict[str, Any]:
+    if parent is None:
+      return {}
+    if not self.functions.shares_prompts:
+      raise ValueError(
+        f"samples that continue others are not supported for {self.family}, expected rows that "
+        "repeat what samples begin with (share_prompts=False)"
+      )
+    return {"parent": parent}
 
   def unembedding(self, weights: Weights) -> Float[Array, "D V"]:
     """The matrix from hidden states to logits; the transposed embedding where they are tied."""

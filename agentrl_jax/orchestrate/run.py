@@ -173,6 +173,7 @@ async def open_run(
   """
   model = load_model(Path(experiment.model))
   require_architecture(experiment, model)
+  require_layout(experiment, model)
   async with contextlib.AsyncExitStack() as stack:
     if hosts.leads():
       stack.enter_context(lock(workdir))
@@ -395,6 +396,15 @@ def require_architecture(experiment: Experiment, model: Model) -> None:
     raise ValueError(
       f"{experiment.model} holds {model.family} with {name} {here.get(name)}, the configuration is "
       f"for {expected.family} with {name} {planned.get(name)}"
+    )
+
+
+def require_layout(experiment: Experiment, model: Model) -> None:
+  """Raises ValueError if the model cannot read rows as the batch lays them."""
+  if experiment.batch.share_prompts and not model.functions.shares_prompts:
+    raise ValueError(
+      f"batch.share_prompts is True, and samples of {model.family} cannot continue a prompt that is "
+      "laid once: --config=set:batch.share_prompts=False"
     )
 
 

@@ -11,10 +11,13 @@ import configs
 from agentrl_jax.losses import recipes
 from agentrl_jax.losses.readiness import ClipController
 from agentrl_jax.orchestrate.experiment import Batch, Evaluation, Experiment
+from agentrl_jax.orchestrate.run import require_layout
 from agentrl_jax.orchestrate.supervised import Supervised, trainable
 from agentrl_jax.orchestrate.sync_loop import due, moved_clip
 from agentrl_jax.rollout.episode import Limits
 from agentrl_jax.rollout.records import Outcome
+from tests.models.test_deepseek_v4 import V4
+from tests.orchestrate.test_shared_prompts import MODEL as LLAMA
 from tests.reference.episodes import VOCAB, episode
 
 NOTHING = dict(
@@ -44,6 +47,15 @@ NOTHING = dict(
 def test_an_experiment(change, message):
   with pytest.raises(ValueError, match=message):
     Experiment(**(NOTHING | change))
+
+
+def test_rows_that_a_family_cannot_read_are_refused_before_anything_is_sampled():
+  """By the two families' own flags, as `open_run` asks."""
+  shared = Experiment(**NOTHING)
+  require_layout(shared, LLAMA)
+  with pytest.raises(ValueError, match="share_prompts is True, and samples of deepseek_v4 cannot"):
+    require_layout(shared, V4)
+  require_layout(dataclasses.replace(shared, batch=Batch(share_prompts=False)), V4)
 
 
 def test_gsm8k_is_a_configuration_that_builds(tmp_path):
