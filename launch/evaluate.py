@@ -44,6 +44,11 @@ def main(arguments: Sequence[str]) -> int:
   output = Path(OUTPUT.value)
   check_writable(output)
   experiment = configuration.built(configuration.with_transport(CONFIG, TRANSPORT), Experiment)
+  if MODEL.value is None and experiment.lora is not None and experiment.lora.start is not None:
+    raise ValueError(
+      f"the configuration starts at the adapter {experiment.lora.start}, which no model directory "
+      "holds: give --model, as `model/` of a run, or --config=set:lora.start=None"
+    )
   changes = {"model": MODEL.value, "temperature": TEMPERATURE.value}
   changes = {name: value for name, value in changes.items() if value is not None}
   command.run_async(_evaluate(dataclasses.replace(experiment, **changes), output))

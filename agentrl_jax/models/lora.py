@@ -59,6 +59,8 @@ class Lora:
   def __post_init__(self):
     if self.rank < 1:
       raise ValueError(f"rank is {self.rank}, expected at least 1")
+    if not 0 < self.alpha < float("inf"):
+      raise ValueError(f"alpha is {self.alpha}, expected more than 0: at 0 nothing is learned")
     if not self.targets:
       raise ValueError("targets are empty, expected names of modules such as 'q_proj'")
     if self.base_dtype not in ("float32", "bfloat16"):

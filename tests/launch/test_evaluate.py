@@ -32,3 +32,15 @@ def test_what_cannot_end_well_is_refused_at_once(tmp_path):
     assert code == 1 and message in output
     assert "Traceback" not in output
   assert list(tmp_path.iterdir()) == []
+
+
+def test_an_adapter_to_start_at_is_not_passed_over(tmp_path):
+  """The records would be of the model without it."""
+  small = {"data_dir": f'"{tmp_path}/tasks"', "train_tasks": 2, "held_out_tasks": 2}
+  command = [
+    *("launch.evaluate", "--config=config:tiny_rl", f"--output={tmp_path}/records.jsonl"),
+    *(f"--config=set:tasks.{name}={value}" for name, value in small.items()),
+    '--config=fiddler:use_lora(start="runs/a/adapter")',
+  ]
+  ((code, output),) = run_refused([command])
+  assert code == 1 and "starts at the adapter runs/a/adapter" in output
