@@ -108,7 +108,7 @@ class Adapted:
 
 def _module(rule: Rule) -> str | None:
   """The Hugging Face module of a linear map, None for what is none."""
-  name, kind = rule.name.rsplit(".", 1)
+  name, _, kind = rule.name.rpartition(".")
   return name if kind == "weight" and rule.perm == (1, 0) else None
 
 

@@ -77,7 +77,7 @@ def server_flags(how: Lora, *, cuda: bool) -> tuple[str, ...]:
   name that the server does not know is refused, not ignored.
 
   Raises ValueError for targets that SGLang cannot fuse: it loads no part of query, key and value
-  without the query's and the value's.
+  without the query's and the value's, and no `up_proj` without `gate_proj`.
   """
   if {"q_proj", "k_proj", "v_proj"} & set(how.targets) and not {"q_proj", "v_proj"} <= set(
     how.targets
@@ -85,6 +85,11 @@ def server_flags(how: Lora, *, cuda: bool) -> tuple[str, ...]:
     raise ValueError(
       f"targets are {how.targets}: SGLang fuses q_proj, k_proj and v_proj and needs the first and "
       "the last where there is one of them; add them, or push merged weights"
+    )
+  if "up_proj" in how.targets and "gate_proj" not in how.targets:
+    raise ValueError(
+      f"targets are {how.targets}: SGLang fuses gate_proj and up_proj and needs the first where "
+      "there is the second; add it, or push merged weights"
     )
   targets, backend = sorted(how.targets), () if cuda else ("--lora-backend", "torch_native")
   return (

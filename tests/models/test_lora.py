@@ -20,6 +20,7 @@ from agentrl_jax.models.precision import Fp8
 from agentrl_jax.models.sharding import make_mesh
 from agentrl_jax.types import Aux
 from tests.learner.toy import random_batch
+from tests.models.test_deepseek_v4 import V4
 from tests.models.test_dense import random_weights
 from tests.models.test_moe_families import DEEPSEEK, QWEN3
 
@@ -57,12 +58,13 @@ EVERYWHERE = {
   "llama": (MODEL, LORA),
   "qwen3_moe": (QWEN3, Lora(2, 4.0, ("k_proj", "gate", "up_proj"))),
   "deepseek_v3": (DEEPSEEK, Lora(2, 4.0, ("kv_b_proj", "o_proj", "gate_proj", "down_proj"))),
+  "deepseek_v4": (V4, Lora(2, 4.0, ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "gate", "w1", "head"))),
 }
 
 
 @pytest.mark.parametrize(
   "name",
-  ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_moe", "deepseek_v3"))],
+  ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in [*EVERYWHERE][1:])],
 )
 def test_merged_is_adapted_and_fresh_adapters_change_nothing(name):
   """Routers and routed experts among them."""
@@ -130,7 +132,7 @@ def test_frozen_weights_may_be_bfloat16_and_products_fp8():
   assert (merged.layers.mlp.down == before.weights.layers.mlp.down).all()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "deepseek_v4"])
 def test_peft_directories_and_back(name, tmp_path):
   """Names and shapes as PEFT 0.21.2 writes and reads them: [rank, in] and [out, rank]."""
   model, how = EVERYWHERE[name]
@@ -152,6 +154,11 @@ def test_peft_directories_and_back(name, tmp_path):
     # As PEFT writes it, an adapted head's own weight lies beside.
     tensors["base_model.model.lm_head.base_layer.weight"] = np.zeros((32, 16), np.float32)
     save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+  elif name == "deepseek_v4":  # which PEFT does not know: its published names
+    lead = "base_model.model"
+    assert tensors[f"{lead}.layers.1.ffn.experts.3.w1.lora_B.weight"].shape == (12, 2)
+    assert tensors[f"{lead}.layers.2.attn.compressor.wkv.lora_A.weight"].shape == (2, 16)
+    assert tensors[f"{lead}.head.lora_A.weight"].shape == (2, 16)
   else:
     assert tensors[f"{prefix}.mlp.experts.3.up_proj.lora_B.weight"].shape == (12, 2)
     assert tensors[f"{prefix}.mlp.gate.lora_A.weight"].shape == (2, 16)

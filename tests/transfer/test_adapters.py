@@ -292,6 +292,9 @@ def test_flags_and_bodies_say_what_the_adapter_is():
   assert packed.body["config_dict"]["lora_alpha"] == 4.0
   with pytest.raises(ValueError, match="SGLang fuses q_proj, k_proj and v_proj"):
     server_flags(Lora(targets=("q_proj",)), cuda=True)
+  with pytest.raises(ValueError, match="SGLang fuses gate_proj and up_proj"):
+    server_flags(Lora(targets=("o_proj", "up_proj")), cuda=True)
+  assert server_flags(Lora(targets=("gate_proj",)), cuda=True)[-1] == "gate_proj"
   with pytest.raises(ValueError, match="run_id is 'a:b'"):
     adapter_publisher(MODEL, HOW, ["http://x"], requests=Client(), run_id="a:b")
   with pytest.raises(ValueError, match="expected one or more different ones"):
