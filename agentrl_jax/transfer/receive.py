@@ -190,15 +190,15 @@ class _Round:
     self._places: dict[str, _Place] = {}
     self._lock = threading.Lock()
     self._writing = 0
-    self._dropped = False
+    self._given_up = ""  # why it takes nothing more
 
   def take(self, frame: Frame) -> str:
     """Takes one checked frame. Returns where the files are after END, else ""."""
     if frame.command is Command.DELTA:
       frame = self._applied(frame)
     with self._lock:
-      if self._dropped:
-        raise WireError(f"round {self.id[0]} was given up")
+      if self._given_up:
+        raise WireError(f"round {self.id[0]} was given up{self._given_up}")
       if frame.command is Command.END and self._writing:
         raise WireError("END while a bucket is still being written")
       if any(entry.part != (0, 1) for entry in frame.entries):
@@ -213,12 +213,13 @@ class _Round:
         raise WireError(f"given up by the sender: {frame.reason}")
       self._writing += 1
       path = self.partial / f"model-{next(self._numbers):05}.safetensors"
-    places = {}
+    places, failed = {}, ": a bucket was not written"
     try:
-      places = _write(path, frame)
+      places, failed = _write(path, frame), ""
     finally:
       with self._lock:
         self._places |= places
+        self._given_up = self._given_up or failed
         self._writing -= 1
     return ""
 
@@ -259,7 +260,7 @@ class _Round:
   def drop(self) -> None:
     """Removes the files; when it returns they are gone, whoever removed them."""
     with self._lock:
-      self._dropped = True
+      self._given_up = self._given_up or " by its sender"
       for directory in (self.partial, self.directory):
         shutil.rmtree(directory, ignore_errors=True)
 

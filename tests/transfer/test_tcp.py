@@ -5,6 +5,7 @@ server.
 import asyncio
 import collections
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -20,6 +21,7 @@ from agentrl_jax.transfer import receive, wire
 from agentrl_jax.transfer.control import CallError
 from agentrl_jax.transfer.receive import FileReceiver, ReceiverProcess
 from agentrl_jax.transfer.report import State
+from agentrl_jax.transfer.stage import fingerprint_of
 from agentrl_jax.transfer.transports.auto import Servers, fastest, tcp
 from agentrl_jax.transfer.transports.tcp import TcpTransport
 from tests.reference.transfer import random_weights
@@ -184,6 +186,31 @@ def test_a_receiver_takes_only_what_was_agreed(tmp_path):
   for message, frames in answers.items():
     assert message in refused(receiver.address, *frames)
     gone_within(tmp_path, 5.0)
+  receiver.close()
+
+
+def test_a_bucket_that_was_not_written_is_not_vouched_for(tmp_path, monkeypatch):
+  """Its file system filled up on one connection, and END comes on the other."""
+  receiver = FileReceiver(tmp_path, TOKEN)
+  entry = wire.Entry("a", (0, 1), "float32", (2,), ((0, 2),), 0, 8, wire.tensor_hash(bytes(8)))
+  bucket = b"".join(wire.encode_bucket(7, 1, [entry], bytes(8)))
+  rows = [(0, "a", (0, 1), (2,), "float32", entry.hash)]
+  end = wire.encode_end(7, 1, wire.End(1, 1, 8, fingerprint_of(rows)))
+
+  def full(path, frame):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  host, port = receiver.address.rsplit(":", 1)
+  with socket.create_connection((host, int(port)), 10.0) as first:
+    first.sendall(wire.encode_begin(7, 1, wire.Begin(TOKEN, "run-1", (("a", (2,), "float32"),))))
+    receive.read_answer(first)
+    monkeypatch.setattr(receive, "_write", full)
+    joined = wire.encode_join(7, 1, TOKEN)
+    assert "No space left" in refused(receiver.address, joined, bucket)
+    first.sendall(end)
+    with pytest.raises(wire.WireError, match="given up: a bucket was not written"):
+      receive.read_answer(first)
+  gone_within(tmp_path, 5.0)
   receiver.close()
 
 
