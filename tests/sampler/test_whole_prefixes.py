@@ -7,16 +7,18 @@ import asyncio
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from agentrl_jax.models import hybrid_decoder, qwen3_5
 from agentrl_jax.rollout.engine import SamplingParams
 from agentrl_jax.sampler.engine import EmbeddedEngine
 from agentrl_jax.sampler.residency import Residency
 from agentrl_jax.sampler.schedule import Buckets
+from tests.models.test_deepseek_v4 import V4
 from tests.models.test_dense import random_weights
 
 CONTEXT = 64
-MODEL = qwen3_5.bind(
+HYBRID = qwen3_5.bind(
   hybrid_decoder.Config(
     vocab_size=29,
     embed=16,
@@ -36,29 +38,38 @@ MODEL = qwen3_5.bind(
     tied=True,
   )
 )
-WEIGHTS = random_weights(MODEL, 0)
 
 
-@jax.jit
-def evaluate(tokens):
-  position = jnp.arange(CONTEXT, dtype=jnp.int32)[None]
-  hidden = MODEL.forward(WEIGHTS, tokens, jnp.zeros_like(tokens), position)
-  return jax.nn.log_softmax(hidden[0] @ MODEL.unembedding(WEIGHTS), axis=-1)
+def check(model, weights, streams):
+  """Of each (prompt, generation): its log-probs are those of the model's forward pass."""
+
+  @jax.jit
+  def evaluate(tokens):
+    position = jnp.arange(CONTEXT, dtype=jnp.int32)[None]
+    hidden = model.forward(weights, tokens, jnp.zeros_like(tokens), position)
+    return jax.nn.log_softmax(hidden[0] @ model.unembedding(weights), axis=-1)
+
+  for prompt, generation in streams:
+    stream = np.zeros((1, CONTEXT), np.int32)
+    ids = [*prompt, *generation.ids.tolist()]
+    stream[0, : len(ids)] = ids
+    logp = np.asarray(evaluate(stream))
+    expected = [logp[i - 1, ids[i]] for i in range(len(prompt), len(ids))]
+    np.testing.assert_allclose(generation.logp, expected, atol=1e-5)
 
 
-def check(prompt, generation):
-  stream = np.zeros((1, CONTEXT), np.int32)
-  ids = [*prompt, *generation.ids.tolist()]
-  stream[0, : len(ids)] = ids
-  logp = np.asarray(evaluate(stream))
-  expected = [logp[i - 1, ids[i]] for i in range(len(prompt), len(ids))]
-  np.testing.assert_allclose(generation.logp, expected, atol=1e-5)
-
-
-def test_rows_are_copied_and_continued_at_their_ends_only():
+@pytest.mark.parametrize(
+  "model",
+  [
+    pytest.param(HYBRID, id="qwen3_5"),
+    pytest.param(V4, id="deepseek_v4", marks=pytest.mark.slow),
+  ],
+)
+def test_rows_are_copied_and_continued_at_their_ends_only(model):
+  weights = random_weights(model, 0)
   buckets = Buckets(rows=(4,), chunk=(16,), length=(CONTEXT,))
   engine = EmbeddedEngine(
-    MODEL, WEIGHTS, slots=4, context=CONTEXT, seed=1, buckets=buckets, max_steps=4
+    model, weights, slots=4, context=CONTEXT, seed=1, buckets=buckets, max_steps=4
   )
   rng = np.random.default_rng(1)
   first = rng.integers(0, 29, 24).tolist()
@@ -79,8 +90,7 @@ def test_rows_are_copied_and_continued_at_their_ends_only():
     return made, turn, await one("turn", turn, 11)
 
   made, turn, following = asyncio.run(run())
-  for prompt, generation in zip([*prompts, turn], [*made, following], strict=True):
-    check(prompt, generation)
+  check(model, weights, zip([*prompts, turn], [*made, following], strict=True))
   assert engine.counters["reused_tokens"] == 2 * 16 + 32
   assert engine.counters["prefilled_tokens"] == 82 + 2
 
