@@ -5,6 +5,7 @@ tensor-parallel servers: its digest (two sides that agree print the same), bytes
 fan-in, buckets, and the least time of the wire at given link speeds. Nothing is moved.
 """
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str]) -> int:
   del arguments
   if not MODEL.value:
     raise ValueError("give --model=DIR, a directory with config.json")
+  links = speeds(SPEEDS.value)
   model = load_model(MODEL.value)
   start = time.process_time()
   source = source_on_mesh(model, sizes(MESH.value))
@@ -61,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     quantized=quantized,
   )
   found = forecast(routed, source_host=HOST.value, target_host=HOST.value)
-  print(report(routed, found, [float(speed) for speed in SPEEDS.value]))
+  print(report(routed, found, links))
   print(f"planned in {time.process_time() - start:.2f} CPU-seconds")
   return 0
 
@@ -74,6 +76,20 @@ def sizes(texts: Sequence[str]) -> dict[str, int]:
     if not number.isdecimal() or int(number) < 1:
       raise ValueError(f"--mesh has {text!r}, expected AXIS=SIZE")
     out[name] = int(number)
+  return out
+
+
+def speeds(texts: Sequence[str]) -> list[float]:
+  """["1.25", "50"] as numbers. Raises ValueError for what is no positive one."""
+  out = []
+  for text in texts:
+    try:
+      speed = float(text)
+    except ValueError:
+      speed = math.nan
+    if not 0 < speed < math.inf:
+      raise ValueError(f"--speeds has {text!r}, expected GB/s, more than 0")
+    out.append(speed)
   return out
 
 
