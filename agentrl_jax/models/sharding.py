@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from agentrl_jax.models.model import Model, ParamSpec, is_spec, parameter_path
@@ -44,7 +45,12 @@ def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
   devices = jax.devices()[:count] if devices is None else devices
   if len(devices) != count:
     raise ValueError(f"mesh {dict(sizes)} needs {count} devices, have {len(devices)}")
-  return jax.make_mesh(shape, MESH_AXES, (AxisType.Auto,) * len(shape), devices=list(devices))
+  kinds = (AxisType.Auto,) * len(shape)
+  try:
+    return jax.make_mesh(shape, MESH_AXES, kinds, devices=list(devices))
+  except NotImplementedError:  # an axis of the torus would be cut: fsdp 8 x tensor 2 on 4x4 chips
+    cut = mesh_utils.create_device_mesh(shape, list(devices), allow_split_physical_axes=True)
+    return Mesh(cut, MESH_AXES, axis_types=kinds)
 
 
 def partition(

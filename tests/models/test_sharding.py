@@ -1,5 +1,7 @@
 """The sharding table as a reviewed snapshot, and what a mesh refuses."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,6 +118,27 @@ def test_refusals():
     sharding.partition(twice, mesh)
   with pytest.raises(ValueError, match="logical axis 'mystery'"):
     sharding.partition(twice._replace(axes=("mystery", None)), mesh)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """What JAX reads of a TPU to lay a mesh."""
+
+  id: int
+  coords: tuple[int, int, int]
+  platform: str = "tpu"
+  device_kind: str = "TPU v6 lite"
+  core_on_chip: int = 0
+  slice_index: int = 0
+  process_index: int = 0
+
+
+def test_a_mesh_whose_axes_cut_those_of_the_torus():
+  chips = [Chip(4 * y + x, (x, y, 0)) for y in range(4) for x in range(4)]
+  mesh = sharding.make_mesh(devices=chips, fsdp=8, tensor=2)
+  assert mesh.shape["fsdp"] == 8 and mesh.shape["tensor"] == 2
+  for one, other in mesh.devices.reshape(8, 2):
+    assert sum(abs(a - b) for a, b in zip(one.coords, other.coords, strict=True)) == 1
 
 
 def test_value_head_is_a_float32_dot_product():
