@@ -28,6 +28,7 @@ from agentrl_jax.transfer.adapters import adapter_publisher, server_flags
 from agentrl_jax.transfer.embedded import embedded_publisher
 from agentrl_jax.transfer.push import sglang_publisher
 from agentrl_jax.transfer.report import Publisher, PushError, PushReport, State
+from agentrl_jax.transfer.sources import Sources
 from agentrl_jax.transfer.transports.auto import Choose, Servers, Windows, fastest, only
 from agentrl_jax.transfer.transports.broadcast import SENDER, BroadcastTransport
 from agentrl_jax.transfer.transports.window import Opening, opening, server_lacks
@@ -37,7 +38,8 @@ from agentrl_jax.transfer.transports.window import Opening, opening, server_lack
 class EngineContext:
   """What an engine is opened with: the trainer's model, what is to be served of it now, and where
   things are. With `lora` that is the adapters alone, beside the frozen weights of `directory`;
-  `differs` says that it is not what `directory` holds, also before the first step.
+  `differs` says that it is not what `directory` holds, also before the first step, `sources` are the
+  processes that hold later weights, where they are several.
   """
 
   model: Model
@@ -50,6 +52,7 @@ class EngineContext:
   say: Callable[[str], None] = print  # one line to a person
   lora: Lora | None = None
   differs: bool = False
+  sources: Sources | None = None
 
 
 class Host(Protocol):
@@ -201,6 +204,7 @@ def sglang(
           run_id=run_id,
           deadline=push_seconds,
           quantization=quantization,
+          sources=context.sources,
         )
       opened.push_async_callback(publisher.close)
       starts_without = quantization is not None or context.lora is not None or context.differs

@@ -44,7 +44,10 @@ from agentrl_jax.orchestrate.play import make_play
 from agentrl_jax.orchestrate.reference import Reference, open_reference
 from agentrl_jax.rollout.engine import EngineDead
 from agentrl_jax.rollout.episode import Play
+from agentrl_jax.transfer.push import SGLangPublisher
 from agentrl_jax.transfer.report import PushReport
+from agentrl_jax.transfer.sources import Sources
+from agentrl_jax.transfer.transports import Transport
 from agentrl_jax.types import Algorithm
 
 
@@ -86,11 +89,30 @@ class Run:
   stage: Stage | None  # None on processes that only learn
   clip: ClipController | None = None
   explained: float = 0.0  # most that the critic has explained of its targets' variance in a step
+  sources: Sources | None = None  # where several processes push, each its shards
 
   @property
   def rows(self) -> int:
     """Rows of one micro-batch over all data shards."""
     return rows_per_micro_batch(self.experiment.batch.micro_rows, self.mesh)
+
+  def deliver_state(self) -> None:
+    """Makes the state's weights those that are served from the next push on. All processes call
+    this.
+    """
+    served = self.deliver(self.state)
+    self.served = hosts.gathered(served) if self.sources is None else served
+
+  def stand_by(self) -> None:
+    """Where all processes push: those without a stage do their part until the first, whose engine
+    may need weights at any time, comes to the same call.
+    """
+    if self.sources is None:
+      return
+    if self.stage is None:
+      self.sources.stand_by(self.model, self.served)
+    else:
+      self.sources.release()
 
   async def publish(self, stage: Stage) -> PushReport:
     """Gives the engine the weights after `step` steps; an engine that died meanwhile is revived
@@ -136,7 +158,7 @@ class Run:
     there is a stage. All processes call this.
     """
     served = self.served
-    if self.experiment.push_adapters:
+    if self.experiment.push_adapters or self.sources is not None:
       served = hosts.gathered(make_deliver(self.experiment.products)(self.state))
     if self.stage is None:
       return None
@@ -190,8 +212,15 @@ async def open_run(
     stack.callback(saver.close)
     deliver = make_deliver(experiment.products, push_adapters=experiment.push_adapters)
     served = hosts.gathered(deliver(state))
-    opening = _stage(experiment, workdir, model, served, step, progress)
+    sources = Sources("weights") if jax.process_count() > 1 else None
+    opening = _stage(experiment, workdir, model, served, step, progress, sources)
     learner = _learner(experiment, model, mesh)
+    stage = await stack.enter_async_context(opening) if hosts.leads() else None
+    if sources is not None and not sources.share(stage and _transport(stage)):
+      sources = None
+    if sources is not None:
+      progress.say(f"each of {jax.process_count()} processes pushes its own shards")
+      served = deliver(state)
     yield Run(
       experiment=experiment,
       workdir=workdir,
@@ -208,7 +237,8 @@ async def open_run(
       deliver=deliver,
       saver=saver,
       progress=progress,
-      stage=await stack.enter_async_context(opening) if hosts.leads() else None,
+      stage=stage,
+      sources=sources,
       **learner,
     )
 
@@ -221,6 +251,7 @@ async def _stage(
   served: Any,
   step: int,
   progress: Progressing,
+  sources: Sources | None,
 ) -> AsyncIterator[Stage]:
   directory = Path(experiment.model)
   about = {"model_directory": str(directory.resolve())}
@@ -240,12 +271,19 @@ async def _stage(
         progress.say,
         experiment.lora if experiment.push_adapters else None,
         experiment.lora is not None and experiment.lora.starts_elsewhere,
+        sources,
       )
     )
     try:
       yield Stage(make_play(experiment, host.engine), host, metrics)
     finally:
       await host.close()
+
+
+def _transport(stage: Stage) -> Transport | None:
+  """What moves whole weights, None where that is nothing that several processes could share."""
+  publisher = stage.host.publisher
+  return publisher.transport if isinstance(publisher, SGLangPublisher) else None
 
 
 @contextlib.contextmanager

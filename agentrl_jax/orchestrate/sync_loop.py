@@ -54,6 +54,7 @@ async def train(
       await take_step(run)
       await measure(run)
     progress.update("steps", run.step, experiment.steps)
+    run.stand_by()
     run.export()
     run.export_adapter()
 
@@ -62,6 +63,7 @@ async def take_step(run: Run) -> None:
   """One optimizer step, from tasks to published weights."""
   experiment, clock = run.experiment, Clock()
   rollout = None if run.stage is None else await collect(run, run.stage)
+  run.stand_by()
   batch = hosts.share(
     None if rollout is None else rollout.packed.batch,
     TrajectoryBatch,
@@ -87,13 +89,14 @@ async def take_step(run: Run) -> None:
   clock.lap("update")
 
   advantage = hosts.whole(loss_batch.credit.advantage)
-  run.served = hosts.gathered(run.deliver(run.state))
+  run.deliver_state()
   if rollout is not None:
     path = run.workdir / "trajectories" / f"step_{run.step:06d}.jsonl"
     write_trajectories(path, rollout.groups, rollout.packed, advantage)
     run.cursor = rollout.cursor
   run.step += 1
   report = None if run.stage is None else await run.publish(run.stage)
+  run.stand_by()
   clock.lap("publish")
 
   if rollout is not None:

@@ -14,9 +14,19 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from agentrl_jax.models.model import Model
 from agentrl_jax.ops.quantize import Quantization
-from agentrl_jax.transfer.layout import Assembly, apply, assembly, cut, full, fuse, stack
-from agentrl_jax.transfer.plan import Shard, Tensor
+from agentrl_jax.transfer.layout import (
+  Assembly,
+  apply,
+  assemblies,
+  assembly,
+  cut,
+  full,
+  fuse,
+  stack,
+)
+from agentrl_jax.transfer.plan import Plan, Shard, Tensor, plan, whole, with_dtypes
 
 _FUSED = {
   "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -48,6 +58,38 @@ class Parameter(NamedTuple):
 
   assembly: Assembly
   axis: int | None
+
+
+def push_plan(
+  model: Model,
+  source: Sequence[Tensor],
+  dtype: str,
+  ranks: int = 0,
+  *,
+  quantization: Quantization | None,
+  bucket_bytes: int,
+  align: int,
+) -> Plan:
+  """From a weight tree's layout to checkpoint tensors, or to the parameters of `ranks` ranks where
+  it is not zero. Raises ValueError as `plan`.
+  """
+  made = assemblies(model.rules, {t.name: t.shape for t in source})
+  quantized = quantized_weights(made, quantization) if quantization else {}
+  target = whole(made, dtype, quantized=quantized)
+  if ranks:
+    placed = parameters(made, ranks, kv_heads=model.units.get("kv_heads"))
+    quantized = quantized_parameters(placed, quantized)
+    target = with_dtypes(direct_target(placed, dtype, ranks), quantized)
+    made = [parameter.assembly for parameter in placed]
+  return plan(
+    source,
+    target,
+    made,
+    quantized=quantized,
+    bucket_bytes=bucket_bytes,
+    align=align,
+    split=False,
+  )
 
 
 def parameters(

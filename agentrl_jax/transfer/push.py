@@ -9,32 +9,27 @@ one are gone.
 
 import asyncio
 import contextlib
+import itertools
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import httpx
+import jax
 import numpy as np
 
 from agentrl_jax.models.model import Model
 from agentrl_jax.ops.quantize import OCP, Quantization
 from agentrl_jax.ops.quantize import check as check_quantization
 from agentrl_jax.transfer.control import CallError, Control, Held, PauseMode
-from agentrl_jax.transfer.engine_layout import (
-  checksums_of,
-  direct_target,
-  expected_checksums,
-  parameters,
-  quantized_parameters,
-  quantized_weights,
-)
-from agentrl_jax.transfer.layout import assemblies
-from agentrl_jax.transfer.plan import Plan, Tensor, plan, whole, with_dtypes
+from agentrl_jax.transfer.engine_layout import checksums_of, expected_checksums, push_plan
+from agentrl_jax.transfer.plan import Plan, Tensor
 from agentrl_jax.transfer.report import PushError, PushReport, State
 from agentrl_jax.transfer.round import Peer, Round, differences, twice
+from agentrl_jax.transfer.sources import SourceError, Sources, Task
 from agentrl_jax.transfer.stage import Staged, source_layout, stage
-from agentrl_jax.transfer.transports import Delivers, Retains, Transport
+from agentrl_jax.transfer.transports import Delivers, Retains, SharesStaging, Transport
 
 
 def sglang_publisher(
@@ -46,6 +41,7 @@ def sglang_publisher(
   deadline: float = 120.0,
   quantization: Quantization | None = None,
   pause_mode: PauseMode = "retract",
+  sources: Sources | None = None,
 ) -> "SGLangPublisher":
   """A publisher for running servers that all serve `model`.
 
@@ -57,7 +53,9 @@ def sglang_publisher(
       weights and goes on, "abort" ends them with what they have.
     run_id: letters, digits, "-", "_" and "."; stamped on the servers with the version, and a server
       stamped by another run is refused.
-    deadline: seconds for each call to a server.
+    deadline: seconds for each call to a server, and for each word of another process.
+    sources: the processes that hold the weights, where they are several: each then writes its own
+      shards, while it stands by. Weights that are all on this process are sent without them.
   """
   if not re.fullmatch(r"[\w.-]+", run_id):
     raise ValueError(f"run_id is {run_id!r}, expected letters, digits, '-', '_' and '.'")
@@ -65,7 +63,9 @@ def sglang_publisher(
     raise ValueError(f"urls are {list(urls)}, expected one or more different ones")
   if quantization is not None and check_quantization(quantization).dtype != OCP.dtype:
     raise ValueError(f"quantization is to {quantization.dtype}, SGLang loads {OCP.dtype}")
-  return SGLangPublisher(model, urls, transport, run_id, deadline, quantization, pause_mode)
+  return SGLangPublisher(
+    model, urls, transport, run_id, deadline, quantization, pause_mode, sources
+  )
 
 
 class SGLangPublisher:
@@ -80,8 +80,9 @@ class SGLangPublisher:
     deadline: float,
     quantization: Quantization | None = None,
     pause_mode: PauseMode = "retract",
+    sources: Sources | None = None,
   ):
-    self.quantization = quantization
+    self.quantization, self.sources = quantization, sources
     self.pause_mode: PauseMode = pause_mode
     self.model, self.transport, self.run_id, self.deadline = model, transport, run_id, deadline
     self.blocked = ""  # why new rounds are refused
@@ -91,6 +92,7 @@ class SGLangPublisher:
     self._plans: dict[tuple[tuple[Tensor, ...], str, int], Plan] = {}
     self._held_staging: dict[str, Staged] = {}  # of UNKNOWN rounds: a server may still read it
     self._running = False
+    self._attempts = itertools.count(1)
 
   async def publish(self, weights: Any, version: int) -> PushReport:
     """See `Publisher.publish`.
@@ -103,7 +105,10 @@ class SGLangPublisher:
     if self.blocked:
       raise PushError(f"an earlier round ended badly, recover() first: {self.blocked}")
     self._running = True
-    round = Round(version, f"{self.run_id}-{version}", list(self._peers))
+    key = f"{self.run_id}-{version}"
+    if self.sources is not None:  # a slow process must not meet the staging of a later attempt
+      key += f"-{next(self._attempts)}"
+    round = Round(version, key, list(self._peers))
     try:
       await self._round(round, weights)
     except PushError:
@@ -220,47 +225,51 @@ class SGLangPublisher:
     key = (source, dtype, count)
     if key not in self._plans:
       try:
-        self._plans[key] = self._new_plan(*key)
+        self._plans[key] = push_plan(
+          self.model,
+          *key,
+          quantization=self.quantization,
+          bucket_bytes=self.transport.bucket_bytes,
+          align=self.transport.align,
+        )
       except ValueError as error:
         raise PushError(f"no plan from the weight tree to the servers: {error}") from error
     return self._plans[key]
-
-  def _new_plan(self, source: tuple[Tensor, ...], dtype: str, ranks: int) -> Plan:
-    """To checkpoint tensors, or to the parameters of `ranks` ranks where it is not zero."""
-    made = assemblies(self.model.rules, {t.name: t.shape for t in source})
-    how = self.quantization
-    quantized = quantized_weights(made, how) if how else {}
-    target = whole(made, dtype, quantized=quantized)
-    if ranks:
-      placed = parameters(made, ranks, kv_heads=self.model.units.get("kv_heads"))
-      quantized = quantized_parameters(placed, quantized)
-      target = with_dtypes(direct_target(placed, dtype, ranks), quantized)
-      made = [parameter.assembly for parameter in placed]
-    return plan(
-      source,
-      target,
-      made,
-      quantized=quantized,
-      bucket_bytes=self.transport.bucket_bytes,
-      align=self.transport.align,
-      split=False,
-    )
 
   async def _stage(self, chosen: Plan, weights: Any, round: Round) -> Staged | None:
     """Packs off the event loop. On failure every live server leaves ABORTED, untouched."""
 
     def work() -> Staged:
-      return stage(chosen, weights, self.transport.allocate(chosen, round.key), round.key)
+      buffers = self.transport.allocate(chosen, round.key)
+      if self.sources is None or _all_here(weights):
+        return stage(chosen, weights, buffers, round.key)
+      return self.sources.stage(self._task(chosen, round), chosen, weights, buffers)
 
     try:
       staged = await asyncio.to_thread(work)
-    except (ValueError, OSError, MemoryError) as error:
+    except (ValueError, OSError, MemoryError, SourceError) as error:
       self.transport.release(round.key)
       for peer in list(round.live):
         round.leave(peer, State.ABORTED, f"stage: {error}")
       return None
     round.fingerprint = staged.fingerprint
     return staged
+
+  def _task(self, chosen: Plan, round: Round) -> Task:
+    """What the other processes must know of it. Raises ValueError where they cannot help."""
+    transport = self.transport
+    if not isinstance(transport, SharesStaging):
+      raise ValueError(f"{transport.name} is sent by one process, the weights lie on several")
+    return Task(
+      round.key,
+      chosen.digest,
+      round.live[0].dtype,
+      transport.bucket_bytes,
+      transport.align,
+      self.quantization,
+      str(transport.staging(round.key)),
+      self.deadline,
+    )
 
   async def _each(
     self,
@@ -437,6 +446,10 @@ class SGLangPublisher:
   def _release(self, key: str) -> None:
     self._held_staging.pop(key, None)
     self.transport.release(key)
+
+
+def _all_here(weights: Any) -> bool:
+  return all(leaf.is_fully_addressable for leaf in jax.tree.leaves(weights))
 
 
 async def _asked(peer: Peer, error: CallError) -> Held:

@@ -11,16 +11,16 @@ import concurrent.futures
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from agentrl_jax.models.model import parameter_path
-from agentrl_jax.ops.quantize import block_amax, grid, quantize_with, scales_of
-from agentrl_jax.transfer.layout import extents, slices
+from agentrl_jax.ops.quantize import Quantization, block_amax, grid, quantize_with, scales_of
+from agentrl_jax.transfer.layout import Box, extents, slices
 from agentrl_jax.transfer.plan import Copy, Plan, Segment, Shard, Tensor, scale_name
 
 _THREADS = 8  # copying and hashing free the interpreter lock
@@ -80,19 +80,37 @@ def allocate(plan: Plan) -> dict[tuple[int, int], np.ndarray]:
   return {(b.rank, b.index): np.zeros(b.nbytes, np.uint8) for b in plan.buckets}
 
 
+class Together(Protocol):
+  """What a process that holds some of the shards needs of the others while it stages."""
+
+  def largest(self, amax: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    """By tensor, the elementwise maximum over processes."""
+    ...
+
+  def written(self, sums: "Sums") -> None:
+    """Returns once all have written their part, and their replicas agree."""
+    ...
+
+
+Sums = Mapping[str, Mapping[int, int]]  # by tensor and box, for each device that holds it, its bits
+
+
 def stage(
-  plan: Plan, weights: Any, buffers: Mapping[tuple[int, int], np.ndarray], key: str
+  plan: Plan,
+  weights: Any,
+  buffers: Mapping[tuple[int, int], np.ndarray],
+  key: str,
+  together: Together | None = None,
 ) -> Staged:
   """Runs a plan's copies into `buffers` for the round `key` and hashes every segment.
+
+  Args:
+    together: where other processes hold the other shards and write them into the same buffers.
 
   Raises:
     ValueError: a weight is not finite, replicas of a shard differ, or a shard that the plan reads
       is not on this process; all name the tensor.
   """
-  arrays = leaves(weights)
-  check_replicas(arrays)
-  plain, to_quantize = _split(plan)
-  left = collections.Counter(copy.segment for copy in plain)
   hashed: dict[int, concurrent.futures.Future[str]] = {}
   with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
 
@@ -101,22 +119,12 @@ def stage(
       data = segment_bytes(buffers[segment.rank, segment.bucket], segment)
       hashed[number] = pool.submit(tensor_hash, data)
 
-    for name, group in itertools.groupby(plain, key=lambda copy: copy.src_name):
-      leaf, copies = arrays[name], tuple(group)
-      if jnp.issubdtype(leaf.dtype, jnp.floating) and not _all_finite(leaf):
-        raise ValueError(f"{name} has a value that is not finite")
-      _copy_leaf(leaf, copies, plan.segments, buffers, pool)
-      left.subtract(copy.segment for copy in copies)
-      for number in {copy.segment for copy in copies}:
-        if not left[number]:
-          start_hash(number)
-    targets = _by_name(plan.segments) if to_quantize else {}
-    for name, copies in to_quantize.items():
-      scaled = scale_name(name, plan.quantized[name])
-      scales = _quantize_tensor(copies, targets[name], plan, arrays, buffers)
-      for segment in targets[scaled]:
+    scales = fill(plan, weights, buffers, pool, start_hash, together)
+    targets = _by_name(plan.segments) if scales else {}
+    for name, values in scales.items():
+      for segment in targets[name]:
         view = segment_view(buffers[segment.rank, segment.bucket], segment)
-        view[...] = scales[slices(segment.index)]
+        view[...] = values[slices(segment.index)]
     for number in range(len(plan.segments)):
       if number not in hashed:
         start_hash(number)
@@ -128,29 +136,77 @@ def stage(
   return Staged(key, plan, buffers, hashes, fingerprint_of(rows))
 
 
-def check_replicas(arrays: Mapping[str, jax.Array]) -> None:
-  """Raises ValueError, naming tensor and device, unless shards that should be equal are: any of
-  them may be sent.
+def fill(
+  plan: Plan,
+  weights: Any,
+  buffers: Mapping[tuple[int, int], np.ndarray],
+  pool: concurrent.futures.Executor,
+  complete: Callable[[int], None] = lambda number: None,
+  together: Together | None = None,
+) -> Mapping[str, np.ndarray]:
+  """Writes what the shards of this process give, or all of it where it is alone.
+
+  Args:
+    complete: called with each plain segment that this process alone has filled.
+
+  Returns the scales of everything quantised, by name. Raises as `stage`.
+  """
+  arrays = leaves(weights)
+  sums = replica_sums(arrays)
+  compare_replicas(sums)
+  plain, to_quantize = _split(plan)
+  left = collections.Counter(copy.segment for copy in plain)
+  if together is not None:
+    here = {s.device.id for leaf in arrays.values() for s in leaf.addressable_shards}
+    plain = [copy for copy in plain if copy.src_rank in here]
+    to_quantize = {
+      name: [copy for copy in copies if copy.src_rank in here]
+      for name, copies in to_quantize.items()
+    }
+  for name, group in itertools.groupby(plain, key=lambda copy: copy.src_name):
+    copies = tuple(group)
+    _copy_leaf(arrays[name], copies, plan.segments, buffers, pool)
+    left.subtract(copy.segment for copy in copies)
+    for number in {copy.segment for copy in copies}:
+      if not left[number]:
+        complete(number)
+  scales = _fill_quantized(plan, to_quantize, arrays, buffers, together)
+  if together is not None:
+    together.written(sums)
+  return scales
+
+
+def replica_sums(arrays: Mapping[str, jax.Array]) -> Sums:
+  """What tells whether shards that should be equal are, of those on this process.
 
   Each device adds up its own shard's bits, so only one number leaves it.
   """
-  sums: dict[tuple[str, str], list[tuple[int, jax.Array]]] = {}
+  sums: dict[str, dict[int, jax.Array]] = {}
   for name, leaf in arrays.items():
-    if leaf.is_fully_replicated and len(leaf.addressable_shards) == 1:
-      continue
+    boxes = leaf.sharding.devices_indices_map(leaf.shape).values()
+    held = collections.Counter(_box(index, leaf.shape) for index in boxes)
     for shard in leaf.addressable_shards:
-      key = (name, str(shard.index))
-      sums.setdefault(key, []).append((shard.device.id, shard.data))
-  pending = {
-    key: [(device, _bit_sum(data)) for device, data in copies]
-    for key, copies in sums.items()
-    if len(copies) > 1
-  }
-  for (name, _), copies in pending.items():
-    first, want = copies[0]
-    for device, got in copies[1:]:
-      if int(got) != int(want):
+      box = _box(shard.index, leaf.shape)
+      if held[box] > 1:
+        sums.setdefault(f"{name} {box}", {})[shard.device.id] = _bit_sum(shard.data)
+  return {key: {d: int(bits) for d, bits in copies.items()} for key, copies in sums.items()}
+
+
+def compare_replicas(sums: Sums) -> None:
+  """Raises ValueError, naming tensor and device, unless shards that should be equal are: any of
+  them may be sent.
+  """
+  for key, copies in sums.items():
+    (first, want), *others = copies.items()
+    for device, got in others:
+      if got != want:
+        name = key.partition(" ")[0]
         raise ValueError(f"{name}: the copy on device {device} differs from that on {first}")
+
+
+def check_replicas(arrays: Mapping[str, jax.Array]) -> None:
+  """As `compare_replicas`, of the shards on this process."""
+  compare_replicas(replica_sums(arrays))
 
 
 def tensor_hash(data: Any) -> str:
@@ -185,6 +241,11 @@ def _copy_leaf(
   pool: concurrent.futures.Executor,
 ) -> None:
   name = copies[0].src_name
+  shards = {rank: _shard(leaf, rank, name) for rank in {copy.src_rank for copy in copies}}
+  if jnp.issubdtype(leaf.dtype, jnp.floating):
+    finite = [_all_finite(shard.data) for shard in shards.values()]
+    if not all(map(bool, finite)):
+      raise ValueError(f"{name} has a value that is not finite")
 
   def read(copy: Copy) -> tuple[int, str, tuple[int, ...]]:
     """The shard, and how its device lays it out: dropped axes first, then the target's order."""
@@ -192,7 +253,7 @@ def _copy_leaf(
     return copy.src_rank, segments[copy.segment].dtype, dropped + copy.perm
 
   for (rank, dtype, order), group in itertools.groupby(sorted(copies, key=read), key=read):
-    shard = _shard(leaf, rank, name)
+    shard = shards[rank]
     host = np.asarray(_laid_out(shard.data, NUMPY_DTYPES[dtype], order))
     origin = [start for start, _ in _box(shard.index, leaf.shape)]
 
@@ -246,22 +307,65 @@ def _by_name(segments: Iterable[Segment]) -> dict[str, list[Segment]]:
   return out
 
 
-def _quantize_tensor(
-  copies: Sequence[Copy],
-  segments: Sequence[Segment],
+class _Fragment(NamedTuple):
+  """A box of a quantised tensor, from one shard, on that shard's device."""
+
+  copy: Copy
+  values: jax.Array
+  inside: tuple[int, ...]  # where it begins in its first block
+  blocks: Box  # that it meets
+
+
+def _fill_quantized(
   plan: Plan,
+  to_quantize: Mapping[str, Sequence[Copy]],
   arrays: Mapping[str, jax.Array],
   buffers: Mapping[tuple[int, int], np.ndarray],
-) -> np.ndarray:
-  """One published tensor: every fragment's amax, their maximum over fragments, then the bytes.
-  Returns its scales.
+  together: Together | None,
+) -> Mapping[str, np.ndarray]:
+  """Every quantised tensor: every fragment's amax, their maximum over fragments, then the bytes.
+  Returns the scales by name.
 
-  Devices work at the same time: nothing is waited for until all of them have been given theirs.
+  Where other processes hold fragments too, the amax of all tensors is agreed on at once, and
+  fragments are made a second time rather than kept.
   """
-  name, how = segments[0].name, plan.quantized[segments[0].name]
-  shape = [max(s.index[axis][1] for s in segments) for axis in (0, 1)]
-  block = how.block or shape
-  fragments = []
+  targets = _by_name(plan.segments) if to_quantize else {}
+  shapes = {
+    name: tuple(max(s.index[axis][1] for s in targets[name]) for axis in (0, 1))
+    for name in to_quantize
+  }
+  agreed: Mapping[str, np.ndarray] = {}
+  if together is not None and to_quantize:
+    agreed = together.largest(
+      {
+        name: _amax(_fragments(plan, name, shapes[name], copies, arrays), plan, name, shapes[name])
+        for name, copies in to_quantize.items()
+      }
+    )
+  scales = {}
+  for name, copies in to_quantize.items():
+    how, shape = plan.quantized[name], shapes[name]
+    fragments = _fragments(plan, name, shape, copies, arrays)
+    amax = agreed[name] if together else _amax(fragments, plan, name, shape)
+    if not np.isfinite(amax).all():
+      source = next(c.src_name for c in plan.copies if plan.segments[c.segment].name == name)
+      raise ValueError(f"{source} has a value that is not finite ({name})")
+    made = np.asarray(scales_of(amax.reshape(grid(shape, how)), how))
+    _write_quantized(plan, fragments, made, how, buffers)
+    scales[scale_name(name, how)] = made
+  return scales
+
+
+def _fragments(
+  plan: Plan,
+  name: str,
+  shape: Sequence[int],
+  copies: Sequence[Copy],
+  arrays: Mapping[str, jax.Array],
+) -> list[_Fragment]:
+  """Devices work at the same time: nothing is waited for."""
+  block = plan.quantized[name].block or shape
+  made = []
   for copy in copies:
     leaf = arrays[copy.src_name]
     shard = _shard(leaf, copy.src_rank, copy.src_name)
@@ -273,23 +377,39 @@ def _quantize_tensor(
     ]
     values = _fragment(shard.data, start, extents(copy.src_index), copy.perm)
     blocks = tuple((a // size, -(-b // size)) for (a, b), size in zip(box, block, strict=True))
-    fragments.append((copy, values, inside, blocks, block_amax(values, how, inside)))
+    made.append(_Fragment(copy, values, inside, blocks))
+  return made
+
+
+def _amax(
+  fragments: Sequence[_Fragment], plan: Plan, name: str, shape: Sequence[int]
+) -> np.ndarray:
+  """The largest magnitude in each block, over these fragments."""
+  how = plan.quantized[name]
+  parts = [block_amax(fragment.values, how, fragment.inside) for fragment in fragments]
   amax = np.zeros(grid(shape, how) or (1, 1), np.float32)
-  for _, _, _, blocks, part in fragments:
-    place = amax[slices(blocks)]
+  for fragment, part in zip(fragments, parts, strict=True):
+    place = amax[slices(fragment.blocks)]
     np.maximum(place, np.asarray(part), out=place)
-  if not np.isfinite(amax).all():
-    raise ValueError(f"{copies[0].src_name} has a value that is not finite ({name})")
-  scales = np.asarray(scales_of(amax.reshape(grid(shape, how)), how))
+  return amax
+
+
+def _write_quantized(
+  plan: Plan,
+  fragments: Sequence[_Fragment],
+  scales: np.ndarray,
+  how: Quantization,
+  buffers: Mapping[tuple[int, int], np.ndarray],
+) -> None:
   coded = [
     quantize_with(values, scales[slices(blocks)] if how.block else scales, how, inside)
-    for _, values, inside, blocks, _ in fragments
+    for _, values, inside, blocks in fragments
   ]
-  for (copy, *_), part in zip(fragments, coded, strict=True):
+  for fragment, part in zip(fragments, coded, strict=True):
+    copy = fragment.copy
     segment = plan.segments[copy.segment]
     tile = segment_view(buffers[segment.rank, segment.bucket], segment)[slices(copy.tile)]
     tile[slices(copy.dst_index)] = np.asarray(part)
-  return scales
 
 
 def _published_box(copy: Copy, segment: Segment) -> tuple[tuple[int, int], ...]:

@@ -39,13 +39,18 @@ def at(weights, version):
 
 
 @contextlib.asynccontextmanager
-async def rig(root, servers, deadline, transport=None):
+async def rig(root, servers, deadline, transport=None, sources=None):
   """Fake servers and their publisher."""
   transport = transport or DiskTransport(root)
   async with contextlib.AsyncExitStack() as stack:
     fakes = [await stack.enter_async_context(FakeServer()) for _ in range(servers)]
     publisher = sglang_publisher(
-      MODEL, [f.url for f in fakes], transport=transport, run_id="run", deadline=deadline
+      MODEL,
+      [f.url for f in fakes],
+      transport=transport,
+      run_id="run",
+      deadline=deadline,
+      sources=sources,
     )
     stack.push_async_callback(publisher.close)
     yield publisher, fakes

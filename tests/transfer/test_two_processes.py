@@ -1,26 +1,39 @@
-"""A mesh over two `jax.distributed` processes: what the first of them pushes is, byte for byte,
-what one process pushes that has all devices.
+"""A mesh over two `jax.distributed` processes: what both of them push, or the first alone, is, byte
+for byte, what one process pushes that has all devices; and one that fails ends the round, not more.
 """
 
 import asyncio
 import hashlib
+import itertools
 import json
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from agentrl_jax.models.sharding import make_mesh, shardings
+from agentrl_jax.ops.quantize import Quantization
 from agentrl_jax.orchestrate import hosts
+from agentrl_jax.transfer import sources as sources_module
+from agentrl_jax.transfer.engine_layout import push_plan
 from agentrl_jax.transfer.report import State
+from agentrl_jax.transfer.sources import Sources, Task
+from agentrl_jax.transfer.stage import source_layout, stage
 from agentrl_jax.transfer.transports.disk import DiskTransport
 from agentrl_jax.transfer.transports.tensor import DirectTransport
 from tests.reference.transfer import random_weights
 from tests.transfer.test_push import MODEL, rig
+
+BLOCKS = Quantization(block=(4, 3))  # of 8 x 8 matrices, which lie on 4 x 2 devices
+SHORT = 2.0  # seconds that a slow process is waited for
+SEEDS = 0, 1
 
 
 def spread(seed):
@@ -34,45 +47,65 @@ def spread(seed):
   return jax.tree.map(place, random_weights(MODEL, seed), placed)
 
 
-def pushed(root, rounds):
+def held(fake):
+  """What a server holds, by tensor."""
+  return {
+    name: [str(a.dtype), list(a.shape), hashlib.sha256(a.tobytes()).hexdigest()]
+    for name, a in fake.tensors.items()
+  }
+
+
+def pushed(root, rounds, transports, sources=None):
   """For each transport, the fingerprint of every round and what the server holds at the end."""
 
   async def push(transport):
-    async with rig(root, 1, 30.0, transport) as (publisher, fakes):
-      reports = [await publisher.publish(weights, v) for v, weights in enumerate(rounds, 1)]
+    async with rig(root, 1, 60.0, transport, sources) as (publisher, fakes):
+      reports = []
+      for version, weights in enumerate(rounds, 1):
+        reports.append(await publisher.publish(weights, version))
+        if sources is not None:
+          sources.release()
       assert all(report.state is State.COMMITTED for report in reports), str(reports)
-      held = {
-        name: [str(a.dtype), list(a.shape), hashlib.sha256(a.tobytes()).hexdigest()]
-        for name, a in fakes[0].tensors.items()
-      }
-      return [[report.fingerprint for report in reports], held]
+      return [[report.fingerprint for report in reports], held(fakes[0])]
 
-  return [
-    asyncio.run(push(t)) for t in (DiskTransport(root), DirectTransport(bucket_bytes=1 << 10))
-  ]
+  return [asyncio.run(push(transport)) for transport in transports]
 
 
-def join(process, address, root):
-  """One of the two processes; the first prints what it pushed, and how many arrays it did not have
-  whole.
-  """
-  jax.distributed.initialize(address, 2, int(process))
-  trees = [spread(seed) for seed in (0, 1)]
-  rounds = [hosts.gathered(tree) for tree in trees]
-  if hosts.leads():
-    away = sum(not leaf.is_fully_addressable for leaf in jax.tree.leaves(trees[0]))
-    print(json.dumps([away, pushed(Path(root), rounds)]), flush=True)
-  jax.distributed.shutdown()
+def transports(root):
+  return DiskTransport(root), DirectTransport(bucket_bytes=1 << 10)
 
 
-def test_two_processes_push_what_one_does(tmp_path):
+def quantized(weights):
+  """The plan of a push in FP8 whose blocks the shards cut."""
+  options = {"quantization": BLOCKS, "bucket_bytes": 1 << 10, "align": 1}
+  return push_plan(MODEL, source_layout(weights), "bfloat16", **options), options
+
+
+def staged(root, weights, sources=None):
+  """The fingerprint of a push in FP8, by one process or by all."""
+  plan, options = quantized(weights)
+  disk = DiskTransport(root)
+  buffers = disk.allocate(plan, "fp8")
+  if sources is None:
+    return stage(plan, weights, buffers, "fp8").fingerprint
+  task = Task("fp8", plan.digest, "bfloat16", staging=str(disk.staging("fp8")), seconds=60.0,
+              **options)  # fmt: skip
+  made = sources.stage(task, plan, weights, buffers).fingerprint
+  sources.release()
+  return made
+
+
+def started(name, root):
+  """Both processes, in a function of this module."""
   with socket.create_server(("127.0.0.1", 0)) as probe:
     address = f"127.0.0.1:{probe.getsockname()[1]}"
-  program = "import sys; from tests.transfer.test_two_processes import join; join(*sys.argv[1:])"
+  program = (
+    f"import sys; from tests.transfer.test_two_processes import {name}; {name}(*sys.argv[1:])"
+  )
   flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
-  both = [
+  return [
     subprocess.Popen(
-      [sys.executable, "-c", program, str(process), address, str(tmp_path / "two")],
+      [sys.executable, "-c", program, str(process), address, str(root)],
       stdout=subprocess.PIPE,
       text=True,
       cwd=Path(__file__).parents[2],
@@ -80,12 +113,129 @@ def test_two_processes_push_what_one_does(tmp_path):
     )
     for process in range(2)
   ]
+
+
+def join(process, address, root):
+  """One of the two processes; the first prints what was pushed, and how many arrays it did not have
+  whole.
+  """
+  jax.distributed.initialize(address, 2, int(process))
+  root = Path(root)
+  trees = [spread(seed) for seed in SEEDS]
+  sources = Sources("weights")
+  able = [sources.share(transport) for transport in transports(root)]
+  gathered = [hosts.gathered(tree) for tree in trees]
+  if hosts.leads():
+    away = sum(not leaf.is_fully_addressable for leaf in jax.tree.leaves(trees[0]))
+    alone = pushed(root, gathered, transports(root), sources=None)
+    together = pushed(root, trees, transports(root)[:1], sources)
+    print(json.dumps([away, able, alone, together, staged(root, trees[0], sources)]), flush=True)
+  else:
+    for tree in [*trees, trees[0]]:
+      sources.stand_by(MODEL, tree)
+  jax.distributed.shutdown()
+
+
+def test_two_processes_push_what_one_does(tmp_path):
+  both = started("join", tmp_path / "two")
   outputs = [process.communicate(timeout=240)[0] for process in both]
   assert [process.returncode for process in both] == [0, 0]
-  away, ours = json.loads(outputs[0].splitlines()[-1])
+  away, able, alone, together, fp8 = json.loads(outputs[0].splitlines()[-1])
   assert away > 5  # it had to get these from the other
-  theirs = pushed(tmp_path / "one", [spread(seed) for seed in (0, 1)])
-  assert ours == theirs
-  (fingerprints, held), _ = ours
+  assert able == [True, False]
+  trees = [spread(seed) for seed in SEEDS]
+  theirs = pushed(tmp_path / "one", trees, transports(tmp_path / "one"))
+  assert alone == theirs
+  assert together == theirs[:1]
+  (fingerprints, tensors), _ = alone
   assert len(set(fingerprints)) == 2
-  assert "model.embed_tokens.weight" in held
+  assert "model.embed_tokens.weight" in tensors
+  assert fp8 == staged(tmp_path / "one", trees[0])
+
+
+def fail(process, address, root):
+  """One of two processes, of which the second is slow, then holds other weights, then bad ones,
+  then dies. The first prints each report's state, message and seconds, and what its server said
+  after each.
+  """
+  jax.distributed.initialize(address, 2, int(process))
+  root = Path(root)
+  sources, tree = Sources("weights"), spread(0)
+  if not hosts.leads():
+    _fail_in_turn(sources, tree)
+
+  async def main():
+    said = []
+    async with rig(root, 1, 60.0, DiskTransport(root), sources) as (publisher, (fake,)):
+
+      async def push(version, deadline):
+        publisher.deadline, start = deadline, time.monotonic()
+        report = await publisher.publish(tree, version)
+        seconds = time.monotonic() - start
+        if report.state is State.COMMITTED:
+          sources.release()
+        left = [str(path) for path in root.iterdir()]
+        said.append([report.state, report.message, seconds, fake.answer()[0], fake.paused, left])
+
+      await push(1, 60.0)
+      await push(2, SHORT)  # slow
+      await push(2, 60.0)
+      await push(3, 60.0)  # a copy that differs
+      await push(3, 60.0)  # not finite
+      await push(3, SHORT)  # dead
+    print(json.dumps(said), flush=True)
+
+  asyncio.run(main())
+  os._exit(0)  # the other cannot take part in a shutdown
+
+
+def _fail_in_turn(sources, tree):
+  fill, rounds = sources_module.fill, itertools.count(1)
+
+  def failing(plan, weights, *rest, **options):
+    match next(rounds):
+      case 2:
+        time.sleep(SHORT + 2.0)
+      case 4:
+        weights = weights.replace(final_norm=full(weights.final_norm, 2.0))
+      case 5:
+        weights = weights.replace(unembedding=full(weights.unembedding, np.inf))
+      case 6:
+        fill(plan, weights, *rest, **{**options, "together": _Dies()})
+    return fill(plan, weights, *rest, **options)
+
+  sources_module.fill = failing
+  for _ in range(3):
+    sources.stand_by(MODEL, tree)
+
+
+def full(leaf, value):
+  """This process's shards of an array like `leaf`, all of one value."""
+  return jax.make_array_from_callback(
+    leaf.shape, leaf.sharding, lambda index: np.full(leaf.shape, value, np.float32)[index]
+  )
+
+
+class _Dies:
+  """Once its part is written, before it says so."""
+
+  def written(self, sums):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_fails_ends_its_round_and_no_more(tmp_path):  # W9, W19
+  both = started("fail", tmp_path)
+  outputs = [process.communicate(timeout=240)[0] for process in both]
+  assert [process.returncode for process in both] == [0, -signal.SIGKILL]
+  rows = json.loads(outputs[0].splitlines()[-1])
+  states, messages, seconds, versions, paused, left = zip(*rows, strict=True)
+  assert states == ("committed", "aborted", "committed", "aborted", "aborted", "aborted")
+  assert versions == ("run:1", "run:1", "run:2", "run:2", "run:2", "run:2")
+  assert not any(paused) and not any(left)  # it goes on with the old; no file of ours stays
+  silent = "stage: process 1 gave no word within 2 s: it is dead, or slow"
+  assert (messages[1], messages[5]) == (silent, silent)
+  assert max(seconds) < 60
+  assert re.fullmatch(
+    r"stage: final_norm: the copy on device \d+ differs from .*", messages[3]
+  )  # W25
+  assert messages[4] == "stage: process 1: unembedding has a value that is not finite"

@@ -1,6 +1,7 @@
 """Ways to move staged buckets into an engine's memory, behind one small protocol."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -63,4 +64,17 @@ class Retains(Protocol):
 
   def retain(self, staged: Staged, version: int) -> None:
     """Called once every server has committed, before the round's `release`."""
+    ...
+
+
+@runtime_checkable
+class SharesStaging(Protocol):
+  """A transport whose staging is files, which other processes of the machine can fill, too."""
+
+  def probe(self) -> Path:
+    """A new, empty file where staging would be; the caller removes it."""
+    ...
+
+  def staging(self, key: str) -> Path:
+    """The directory of a round's files until they are sent."""
     ...

@@ -9,13 +9,14 @@ import json
 import mmap
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from agentrl_jax.transfer.control import Control
-from agentrl_jax.transfer.plan import Plan, Segment
+from agentrl_jax.transfer.plan import Bucket, Plan, Segment
 from agentrl_jax.transfer.stage import Staged
 from agentrl_jax.transfer.wire import Entry
 
@@ -63,19 +64,26 @@ class DiskTransport:
         f"{self.root} has {free / 1e6:.0f} MB free, the weights need {plan.nbytes / 1e6:.0f} MB"
       )
     try:
-      return {
-        (bucket.rank, bucket.index): _map(
-          partial / f"model-{number + 1:05}-of-{len(plan.buckets):05}.safetensors",
-          [s for s in plan.segments if (s.rank, s.bucket) == (bucket.rank, bucket.index)],
-          bucket.nbytes,
-        )
-        for number, bucket in enumerate(plan.buckets)
-      }
+      for path, bucket in _files(partial, plan):
+        held = [s for s in plan.segments if (s.rank, s.bucket) == (bucket.rank, bucket.index)]
+        _make(path, held, bucket.nbytes)
+      return open_files(partial, plan)
     except OSError as error:
       shutil.rmtree(partial)
       raise OSError(
         f"{self.root} cannot hold {plan.nbytes / 1e6:.0f} MB of weights: {error.strerror}"
       ) from error
+
+  def probe(self) -> Path:
+    """See `SharesStaging.probe`."""
+    self.root.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=self.root)
+    os.close(descriptor)
+    return Path(name)
+
+  def staging(self, key: str) -> Path:
+    """See `SharesStaging.staging`."""
+    return self._directory(key, partial=True)
 
   async def send(self, staged: Staged, peer: Control, ranks: int) -> None:
     """Has the server read the files; every rank slices what it needs."""
@@ -126,13 +134,35 @@ def safetensors_header(segments: Sequence[Segment] | Sequence[Entry]) -> bytes:
   return len(text).to_bytes(8, "little") + text
 
 
-def _map(path: Path, segments: Sequence[Segment], nbytes: int) -> np.ndarray:
+def open_files(directory: Path, plan: Plan) -> dict[tuple[int, int], np.ndarray]:
+  """The buckets of a round's files, mapped: what is written there is seen by all who map them.
+
+  Raises:
+    OSError: a file is not there, as on another machine.
+  """
+  return {
+    (bucket.rank, bucket.index): _map(path, bucket.nbytes)
+    for path, bucket in _files(directory, plan)
+  }
+
+
+def _files(directory: Path, plan: Plan) -> Iterator[tuple[Path, Bucket]]:
+  for number, bucket in enumerate(plan.buckets, 1):
+    yield directory / f"model-{number:05}-of-{len(plan.buckets):05}.safetensors", bucket
+
+
+def _make(path: Path, segments: Sequence[Segment], nbytes: int) -> None:
   header = safetensors_header(segments)
   descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
   try:
     os.posix_fallocate(descriptor, 0, len(header) + nbytes)
     os.pwrite(descriptor, header, 0)
-    mapped = mmap.mmap(descriptor, len(header) + nbytes)
   finally:
     os.close(descriptor)
-  return np.frombuffer(mapped, np.uint8)[len(header) :]
+
+
+def _map(path: Path, nbytes: int) -> np.ndarray:
+  """The last `nbytes` of a file, what follows its header."""
+  with path.open("r+b") as file:
+    mapped = mmap.mmap(file.fileno(), 0)
+  return np.frombuffer(mapped, np.uint8)[len(mapped) - nbytes :]
