@@ -38,8 +38,8 @@ from agentrl_jax.transfer.transports.window import Opening, opening, server_lack
 class EngineContext:
   """What an engine is opened with: the trainer's model, what is to be served of it now, and where
   things are. With `lora` that is the adapters alone, beside the frozen weights of `directory`;
-  `differs` says that it is not what `directory` holds, also before the first step, `sources` are the
-  processes that hold later weights, where they are several.
+  `differs` says that it is not what `directory` holds, also before the first step; `sources` are
+  the processes that hold later weights, where they are several.
   """
 
   model: Model

@@ -441,8 +441,8 @@ def require_layout(experiment: Experiment, model: Model) -> None:
   """Raises ValueError if the model cannot read rows as the batch lays them."""
   if experiment.batch.share_prompts and not model.functions.shares_prompts:
     raise ValueError(
-      f"batch.share_prompts is True, and samples of {model.family} cannot continue a prompt that is "
-      "laid once: --config=set:batch.share_prompts=False"
+      f"batch.share_prompts is True, and samples of {model.family} cannot continue a prompt "
+      "that is laid once: --config=set:batch.share_prompts=False"
     )
 
 

@@ -267,7 +267,7 @@ def _copy_leaf(
         box = [
           (start - o, stop - o) for (start, stop), o in zip(copy.src_index, origin, strict=True)
         ]
-        found = host[slices([box[axis] for axis in order])]
+        found = host[slices(tuple(box[axis] for axis in order))]
         segment = segments[copy.segment]
         tile = segment_view(buffers[segment.rank, segment.bucket], segment)[slices(copy.tile)]
         dropped = found.ndim - len(copy.perm)

@@ -177,7 +177,7 @@ def test_a_state_begins_at_an_adapter(tmp_path):
 
 
 def test_what_cannot_be_is_refused(tmp_path):
-  with pytest.raises(ValueError, match="alpha is 0.0, expected more than 0"):
+  with pytest.raises(ValueError, match=r"alpha is 0\.0, expected more than 0"):
     Lora(alpha=0.0)
   with pytest.raises(ValueError, match="rank is 0"):
     Lora(rank=0)
