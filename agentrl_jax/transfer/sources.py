@@ -225,9 +225,10 @@ def _unflat(flat: np.ndarray, like: Mapping[str, np.ndarray]) -> Mapping[str, np
 
 
 def _task(words: Mapping[str, Any]) -> Task:
-  how = words["quantization"]  # a tuple, which JSON gives back as a list
+  how = words["quantization"]  # tuples, which JSON gives back as lists
   if how is not None:
-    how = Quantization(*(tuple(value) if isinstance(value, list) else value for value in how))
+    dtype, block, scale, top = how
+    how = Quantization(dtype, block and tuple(block), scale, top)
   return Task(**{**words, "quantization": how})
 
 
