@@ -3,6 +3,7 @@
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import fiddle as fdl
 
@@ -31,13 +32,17 @@ TRANSPORTS: Mapping[str, Callable[[], fdl.Config[auto.Choose]]] = {
 
 
 def use_sglang(config: fdl.Config[Experiment]) -> None:
-  """Rollouts from a SGLang server that the run starts, watches and stops."""
-  config.engine = fdl.Config(engines.sglang)
+  """Rollouts from a SGLang server that the run starts, watches and stops. One that is there already
+  keeps its settings.
+  """
+  _use(config, engines.sglang)
 
 
 def use_embedded(config: fdl.Config[Experiment]) -> None:
-  """Rollouts from the JAX sampler in the trainer's process."""
-  config.engine = fdl.Config(engines.embedded)
+  """Rollouts from the JAX sampler in the trainer's process, whose settings stay as they are where it
+  is there already.
+  """
+  _use(config, engines.embedded)
 
 
 def use_transport(config: fdl.Config[Experiment], name: str) -> None:
@@ -59,8 +64,17 @@ def use_fp8(config: fdl.Config[Experiment]) -> None:
   engine.quantization, engine.dtype = OCP, "bfloat16"
 
 
+def _use(config: fdl.Config[Experiment], made: Callable[..., engines.OpenEngine]) -> None:
+  if not _is(config.engine, made):
+    config.engine = fdl.Config(made)
+
+
+def _is(engine: Any, made: Callable[..., engines.OpenEngine]) -> bool:
+  return isinstance(engine, fdl.Config) and fdl.get_callable(engine) is made
+
+
 def _sglang(config: fdl.Config[Experiment], what: str) -> fdl.Config[engines.OpenEngine]:
   engine = config.engine
-  if not isinstance(engine, fdl.Config) or fdl.get_callable(engine) is not engines.sglang:
+  if not _is(engine, engines.sglang):
     raise ValueError(f"{what} is for a SGLang server, the engine is {engine}: use_sglang before it")
   return engine

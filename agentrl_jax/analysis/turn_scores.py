@@ -65,7 +65,10 @@ def surprise_scale(successes: Sequence[Trace], gamma: float = 1.0) -> float:
   every = np.concatenate([surprises(t, gamma) for t in successes]) if successes else np.zeros(0)
   scale = float(np.std(every, ddof=1)) if len(every) > 1 else 0.0
   if not scale > 0:
-    raise ValueError(f"{len(every)} turns of successful runs with spread {scale}: no scale in them")
+    raise ValueError(
+      f"{len(successes)} successful runs with {len(every)} turns, whose surprises spread by "
+      f"{scale:g}: expected some that differ, as they set the scale of all scores"
+    )
   return scale
 
 

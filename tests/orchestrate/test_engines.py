@@ -13,10 +13,19 @@ from agentrl_jax.orchestrate import engines
 from agentrl_jax.orchestrate.engines import EngineContext
 from agentrl_jax.rollout.engine import SamplingParams
 from agentrl_jax.transfer.report import State
+from agentrl_jax.transfer.transports import auto
 from agentrl_jax.transfer.transports.auto import Servers, one_sided
 from agentrl_jax.transfer.transports.mooncake import Mooncake
 from agentrl_jax.transfer.transports.nixl import Nixl
-from configs import quickstart, use_fp8, use_sglang, use_transport
+from configs import (
+  quickstart,
+  tiny_rl,
+  use_embedded,
+  use_fp8,
+  use_fp8_sampler,
+  use_sglang,
+  use_transport,
+)
 from configs.engines import TRANSPORTS
 from tests.transfer.test_sglang_fp8 import MODEL, PROMPT, weights, write_plugin
 
@@ -73,6 +82,20 @@ def test_what_cannot_be_is_refused_before_anything_starts():
     engines.sglang(quantization=FNUZ)
   with pytest.raises(ValueError, match="dtype is 'float32', a server of FP8 weights computes in"):
     engines.sglang(quantization=OCP)
+
+
+def test_an_engine_that_is_asked_for_again_keeps_its_settings():
+  """Else FP8 would be gone and its wider bound on mismatch left."""
+  config = tiny_rl()
+  use_fp8_sampler(config)
+  use_embedded(config)
+  assert config.engine.fp8.weights and config.engine.slots == 128
+  use_sglang(config)
+  use_transport(config, "tcp")
+  use_sglang(config)
+  assert fdl.get_callable(config.engine.transport) is auto.tcp
+  use_embedded(config)
+  assert fdl.get_callable(config.engine) is engines.embedded
 
 
 @pytest.mark.sglang
