@@ -1,6 +1,6 @@
 """Configurations: functions that return `fdl.Config[Experiment]`, and fiddlers that change one."""
 
-from configs.algorithms import use_algorithm
+from configs.algorithms import use_algorithm, use_routers
 from configs.attention import use_cudnn
 from configs.engines import use_embedded, use_fp8, use_sglang, use_transport
 from configs.gsm8k import gsm8k
@@ -39,6 +39,7 @@ __all__ = [
   "use_fp8_products",
   "use_fp8_sampler",
   "use_lora",
+  "use_routers",
   "use_sglang",
   "use_transport",
 ]

@@ -1,11 +1,16 @@
-"""Any named algorithm on any configuration: `--config='fiddler:use_algorithm(name="gspo")'`."""
+"""Any named algorithm on any configuration: `--config='fiddler:use_algorithm(name="gspo")'`, and
+what is asked of a mixture's routers: `--config='fiddler:use_routers(load_balance=0.001)'`.
+"""
 
 import inspect
 
 import fiddle as fdl
 
 from agentrl_jax.losses import recipes
+from agentrl_jax.losses.routers import Routers
 from agentrl_jax.orchestrate.experiment import Experiment
+from agentrl_jax.orchestrate.supervised import Supervised
+from configs.precision import require
 
 NAMES = sorted(
   name
@@ -24,3 +29,19 @@ def use_algorithm(config: fdl.Config[Experiment], name: str) -> None:
   if name not in NAMES:
     raise ValueError(f"no algorithm {name!r}; there are {', '.join(NAMES)}")
   config.algorithm = fdl.Config(getattr(recipes, name))
+
+
+def use_routers(
+  config: fdl.Config[Experiment | Supervised],
+  load_balance: float | None = None,
+  z: float = 0.0,
+  correction_rate: float = 0.0,
+) -> None:
+  """The losses and corrections of a mixture's routers, see `losses.routers.Routers`.
+
+  Raises ValueError for what is no `Experiment` and not `Supervised`.
+  """
+  require(config, "routing", Experiment, Supervised)
+  config.routers = fdl.Config(
+    Routers, load_balance=load_balance, z=z, correction_rate=correction_rate
+  )

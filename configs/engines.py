@@ -39,8 +39,8 @@ def use_sglang(config: fdl.Config[Experiment]) -> None:
 
 
 def use_embedded(config: fdl.Config[Experiment]) -> None:
-  """Rollouts from the JAX sampler in the trainer's process, whose settings stay as they are where it
-  is there already.
+  """Rollouts from the JAX sampler in the trainer's process, whose settings stay where it is
+  there already.
   """
   _use(config, engines.embedded)
 

@@ -151,6 +151,7 @@ def sglang(
       if quantization is not None:
         raise ValueError("the server's weights are FP8, which adapters alone do not bring there")
       extra = server_flags(context.lora, cuda=has_cuda())
+    require_pushable(context.model)
     if quantization is not None:
       directory = _fp8_model(context.directory, context.workdir / "served-fp8")
       extra = ("--load-format", "dummy")
@@ -221,6 +222,15 @@ def sglang(
 def broadcast() -> Choose:
   """Process groups whose senders run in SGLang's environment on this machine."""
   return only(lambda: BroadcastTransport([str(find_python()), str(SENDER)]))
+
+
+def require_pushable(model: Model) -> None:
+  """Raises ValueError for a model that no push brings to a SGLang server, before one starts."""
+  if whole := [rule.name for rule in model.rules if rule.whole]:
+    raise ValueError(
+      f"{model.family} is not pushed to a SGLang server, as {whole[0]} holds whole numbers: "
+      "use_embedded"
+    )
 
 
 def window_for(choose: Choose, ranks: int) -> tuple[Opening | None, Mapping[str, str]]:

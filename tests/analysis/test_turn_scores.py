@@ -41,7 +41,9 @@ def test_scores_are_in_spreads_of_successful_runs():
   # -.2, -.3 twice: deviations of .05 each, variance 4 x .0025 / 3
   assert scale == pytest.approx(math.sqrt(0.01 / 3))
   np.testing.assert_allclose(turn_scores.turn_scores(ONE, 0.1), [0.0, 5.0, 1.0])
-  with pytest.raises(ValueError, match="0 successful runs with 0 turns, whose surprises spread by 0"):
+  with pytest.raises(
+    ValueError, match="0 successful runs with 0 turns, whose surprises spread by 0"
+  ):
     turn_scores.surprise_scale([])
 
 

@@ -27,6 +27,7 @@ from configs import (
   use_transport,
 )
 from configs.engines import TRANSPORTS
+from tests.models.test_deepseek_v4 import V4
 from tests.transfer.test_sglang_fp8 import MODEL, PROMPT, weights, write_plugin
 
 
@@ -65,6 +66,12 @@ def test_a_library_that_is_missing_is_told_before_a_server_starts(library, tmp_p
   monkeypatch.setenv("AGENTRL_SGLANG_PYTHON", sys.executable)  # which has no plug-in
   with pytest.raises(ValueError, match=r"has no plug-in .*pip install third_party/sglang/window"):
     opened()
+
+
+def test_a_model_that_cannot_be_pushed_is_refused_before_a_server_starts(tmp_path):
+  context = EngineContext(V4, {}, 0, tmp_path, tmp_path / "run", 64, 0)
+  with pytest.raises(ValueError, match=r"deepseek_v4 is not pushed to a SGLang server, as .*tid2"):
+    asyncio.run(engines.sglang()(context))
 
 
 def test_what_cannot_be_is_refused_before_anything_starts():

@@ -10,6 +10,7 @@ import pytest
 import configs
 from agentrl_jax.losses import recipes
 from agentrl_jax.losses.readiness import ClipController
+from agentrl_jax.losses.routers import Routers
 from agentrl_jax.orchestrate.experiment import Batch, Evaluation, Experiment
 from agentrl_jax.orchestrate.run import require_layout
 from agentrl_jax.orchestrate.supervised import Supervised, trainable
@@ -56,6 +57,18 @@ def test_rows_that_a_family_cannot_read_are_refused_before_anything_is_sampled()
   with pytest.raises(ValueError, match="share_prompts is True, and samples of deepseek_v4 cannot"):
     require_layout(shared, V4)
   require_layout(dataclasses.replace(shared, batch=Batch(share_prompts=False)), V4)
+
+
+@pytest.mark.parametrize("made", [configs.tiny_rl, configs.tiny_sft])
+def test_routers_are_set_by_a_fiddler(made):
+  config = made()
+  configs.use_routers(config, load_balance=0.01)
+  assert fdl.build(config.routers) == Routers(0.01)
+  configs.use_routers(config, correction_rate=0.1)
+  config.routers.z = 0.2  # as --config=set:routers.z=0.2 after it
+  assert fdl.build(config.routers) == Routers(None, 0.2, 0.1)
+  with pytest.raises(ValueError, match="routing is for Experiment or Supervised"):
+    configs.use_routers(fdl.Config(Limits, turn_tokens=1, context_tokens=8))
 
 
 def test_gsm8k_is_a_configuration_that_builds(tmp_path):
