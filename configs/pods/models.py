@@ -30,6 +30,20 @@ def qwen3_4b() -> Model:
   )
 
 
+def qwen3_8b() -> Model:
+  """https://huggingface.co/Qwen/Qwen3-8B"""
+  return qwen3.from_hf(
+    _QWEN3
+    | {
+      "hidden_size": 4096,
+      "intermediate_size": 12288,
+      "num_hidden_layers": 36,
+      "num_attention_heads": 32,
+      "tie_word_embeddings": False,
+    }
+  )
+
+
 def qwen3_14b() -> Model:
   """https://huggingface.co/Qwen/Qwen3-14B"""
   return qwen3.from_hf(

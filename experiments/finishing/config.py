@@ -6,8 +6,15 @@ from typing import Any
 import fiddle as fdl
 from fiddle import selectors
 
+from agentrl_jax.learner import optim
 from agentrl_jax.losses import recipes
+from agentrl_jax.models import remat
+from agentrl_jax.orchestrate import engines, tasksets
+from agentrl_jax.orchestrate import experiment as runs
+from agentrl_jax.rollout.episode import Limits
 from agentrl_jax.types import Algorithm
+from configs.engines import use_sglang
+from configs.pods import models
 from experiments.finishing.measure import BUDGET, CONTROLLED, RECIPES, RECORDED
 
 
@@ -126,7 +133,7 @@ def arm_config(arm: str, scale: str) -> fdl.Config[Any]:
   return config
 
 
-# --- The full scale. Not run here: it needs released weights and a pod.
+# --- The full scale. Not run here: it needs released weights and pods.
 
 FULL_EVALUATION = {
   "name": "finishing_eval_pairs",
@@ -139,14 +146,32 @@ FULL_EVALUATION = {
   "temperatures": (0.6, 1.0),
   "top_p": 1.0,
 }
-FULL_TRAINING = {
-  "name": "finishing_8b_run",
-  "model": "Qwen3-8B",
-  "algorithm": "grpo, centred returns without scale",
-  "mesh": {"fsdp": 16, "tensor": 2},
-  "groups": 64,
-  "members": 16,
-  "learning_rate": 1e-6,
-  "steps": 200,
-  "budget": 8192,
-}
+
+
+def finishing_8b_run() -> fdl.Config[runs.Experiment]:
+  """Qwen3-8B, planned and not run: `--topology=v5:2x4x4`, or h200:32; SGLang elsewhere.
+
+  64 x 16 episodes of one answer of up to 8,192 tokens; returns centred, not divided.
+  """
+  plan = fdl.Config(
+    runs.Experiment,
+    model="models/qwen3-8b",
+    architecture=fdl.Config(models.qwen3_8b),
+    tasks=fdl.Config(tasksets.gsm8k, path="data/gsm8k"),
+    algorithm=fdl.Config(recipes.dr_grpo, length=8192.0),
+    optimizer=fdl.Config(optim.adamw, learning_rate=1e-6),
+    engine=fdl.Config(engines.embedded),
+    steps=200,
+    limits=fdl.Config(Limits, turn_tokens=8192, context_tokens=9215, seconds=3600.0),
+    batch=fdl.Config(
+      runs.Batch, groups=64, members=16, row_length=9216, micro_rows=1, share_prompts=False
+    ),
+    evaluation=fdl.Config(runs.Evaluation, tasks=256, samples=4, every=20),
+    mesh={"fsdp": 16, "tensor": 2},
+    dtype="bfloat16",
+    remat=remat.save_nothing,
+    max_mismatch=0.5,
+    concurrency=512,
+  )
+  use_sglang(plan)
+  return plan
