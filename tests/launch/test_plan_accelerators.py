@@ -32,7 +32,16 @@ PODS = {
   "finishing_qwen3_8b": finishing.finishing_8b_run,
 }
 # Without a report that says it fits; docs/plans/README.md says of each what happened.
-NOT_PLANNED = {"qwen3_5_0_8b_h200_1"}
+NOT_PLANNED = {
+  "qwen3_5_0_8b_h200_1",
+  "qwen3_5_0_8b_v6e_1",
+  "deepseek_v4_flash_h200_64",
+  "qwen3_30b_a3b_v6e_64",
+  "qwen3_14b_h200_8",
+  "qwen3_4b_tpu7x_4",
+  "ac2_qwen3_4b",
+  "finishing_qwen3_8b",
+}
 MODULES = {"tpu": "libtpu", "gpu": "jax_cuda13_plugin"}
 
 
