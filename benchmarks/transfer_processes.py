@@ -94,14 +94,13 @@ def together(made: Model, tree: object, sources: Sources, disk: DiskTransport, k
     sources.stand_by(made, tree)
     return 0
   plan = push_plan(made, source_layout(tree), "bfloat16", **OPTIONS)
-  buffers = disk.allocate(plan, key)
   if sources.count == 1:
-    stage(plan, tree, buffers, key)
+    stage(plan, tree, disk.allocate(plan, key), key)
   else:
     task = Task(
       key, plan.digest, "bfloat16", staging=str(disk.staging(key)), seconds=120.0, **OPTIONS
     )
-    sources.stage(task, plan, tree, buffers)
+    sources.stage(task, plan, tree, disk)
   sources.release()
   disk.release(key)
   return plan.nbytes

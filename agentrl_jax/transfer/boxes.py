@@ -84,6 +84,24 @@ def tiles(index: Box, shape: tuple[int, ...], view: tuple[int, ...]) -> Iterator
     yield tuple(span for span, _ in tile), tuple(itertools.chain.from_iterable(b for _, b in tile))
 
 
+def merged(box: Box, shape: tuple[int, ...], view: tuple[int, ...]) -> Box:
+  """A box of a published tensor's view as one of the tensor. Raises ValueError if it is none."""
+  out, at = [], 0
+  for factors in _factors(shape, view):
+    spans = box[at : at + len(factors)]
+    at += len(factors)
+    long = [i for i, (start, stop) in enumerate(spans) if stop - start > 1]
+    if long and any(
+      span != (0, n) for span, n in zip(spans[long[0] + 1 :], factors[long[0] + 1 :], strict=True)
+    ):
+      raise ValueError(f"{box} of the view {view} is no box of the shape {shape}")
+    start = 0
+    for (first, _), n in zip(spans, factors, strict=True):
+      start = start * n + first
+    out.append((start, start + math.prod(extents(spans))))
+  return tuple(out)
+
+
 def _factors(shape: tuple[int, ...], view: tuple[int, ...]) -> list[tuple[int, ...]]:
   """The axes of the view that each published axis was split into."""
   groups, at = [], 0

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from agentrl_jax.ops.quantize import Quantization, grid
 from agentrl_jax.ops.quantize import check as check_quantization
-from agentrl_jax.transfer.boxes import Boxes, Grid, tiles
+from agentrl_jax.transfer.boxes import Boxes, Grid, merged, tiles
 from agentrl_jax.transfer.layout import Assembly, Box, check, extents, full, intersect
 
 ITEM_BYTES = {
@@ -158,11 +158,78 @@ def plan(
     if key not in routes:
       routes[key] = list(_routes(segment, made_by[segment.name], pieces[segment.name], grids))
     copies += _copies(number, routes[key], sent)
-  copies.sort()
+  return _finished(segments, sorted(copies), packer, quantized)
+
+
+def _finished(
+  segments: Sequence[Segment],
+  copies: Sequence[Copy],
+  packer: "_Packer",
+  quantized: Mapping[str, Quantization],
+) -> Plan:
   buckets = tuple(Bucket(*key, nbytes) for key, nbytes in sorted(packer.sizes.items()))
   text = json.dumps((segments, copies, buckets, quantized), separators=(",", ":"))
   digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
   return Plan(tuple(segments), tuple(copies), buckets, quantized, digest)
+
+
+def in_parts(
+  plan: Plan,
+  sender: Mapping[int, int],
+  shapes: Mapping[str, tuple[int, ...]],
+  *,
+  bucket_bytes: int,
+  align: int,
+) -> tuple[Plan, tuple[int, ...]]:
+  """The same copies, each into a segment of its own: a box of its tensor, in its sender's bucket.
+
+  Args:
+    plan: to whole tensors.
+    sender: the process of each source rank.
+    shapes: of the published tensors.
+
+  Returns the plan, and the process of each of its buckets. What no copy writes, such as scales, is
+  the first process's.
+  Raises ValueError, naming the tensor, where what a shard gives is no box of it.
+  """
+  made: list[tuple[int, str, int, Box, Copy | None]] = []
+  given: dict[int, int] = {}
+  for copy in plan.copies:
+    segment = plan.segments[copy.segment]
+    if segment.part != (0, 1) or copy.tile != segment.index:
+      raise ValueError(f"{segment.name}: {segment.part} of it is planned, expected all")
+    try:
+      box = merged(copy.dst_index, shapes[segment.name], copy.view)
+    except ValueError as error:
+      raise ValueError(f"{segment.name}: {error}") from error
+    number = given.get(copy.segment, 0)
+    given[copy.segment] = number + 1
+    made.append((sender[copy.src_rank], segment.name, number, box, copy))
+  made += [
+    (0, segment.name, 0, segment.index, None)
+    for number, segment in enumerate(plan.segments)
+    if number not in given
+  ]
+  made.sort(key=lambda row: row[:3])
+  count = {plan.segments[number].name: n for number, n in given.items()}
+  dtypes = {segment.name: segment.dtype for segment in plan.segments}
+  packer = _Packer(bucket_bytes, align, split=False)
+  segments: list[Segment] = []
+  copies: list[Copy] = []
+  owners: list[int] = []
+  for process, name, number, box, copy in made:
+    if owners and owners[-1] != process:
+      packer.open[0] += 1
+    (segment,) = packer.place(Tensor(name, shapes[name], dtypes[name], ()), Shard(0, box))
+    owners += [process] * (segment.bucket + 1 - len(owners))
+    if copy is not None:
+      size = extents(copy.dst_index)
+      tile = full(extents(box))
+      copies.append(
+        copy._replace(segment=len(segments), tile=tile, view=size, dst_index=full(size))
+      )
+    segments.append(segment._replace(part=(number, count.get(name, 1))))
+  return _finished(segments, sorted(copies), packer, plan.quantized), tuple(owners)
 
 
 def whole(
@@ -176,6 +243,15 @@ def whole(
   """
   target = (Tensor(r.dst, r.shape, dtype, _in_full(r.shape, ranks)) for r in assemblies)
   return with_dtypes(target, quantized or {})
+
+
+def published_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
+  """Of every tensor, whole or in parts."""
+  shapes: dict[str, tuple[int, ...]] = {}
+  for segment in plan.segments:
+    stops = tuple(stop for _, stop in segment.index)
+    shapes[segment.name] = tuple(map(max, stops, shapes.get(segment.name, stops)))
+  return shapes
 
 
 def scale_name(name: str, how: Quantization) -> str:

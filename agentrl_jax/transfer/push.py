@@ -29,7 +29,13 @@ from agentrl_jax.transfer.report import PushError, PushReport, State
 from agentrl_jax.transfer.round import Peer, Round, differences, twice
 from agentrl_jax.transfer.sources import SourceError, Sources, Task
 from agentrl_jax.transfer.stage import Staged, source_layout, stage
-from agentrl_jax.transfer.transports import Delivers, Retains, SharesStaging, Transport
+from agentrl_jax.transfer.transports import (
+  Delivers,
+  Retains,
+  SendsParts,
+  SharesStaging,
+  Transport,
+)
 
 
 def sglang_publisher(
@@ -87,6 +93,7 @@ class SGLangPublisher:
     self.model, self.transport, self.run_id, self.deadline = model, transport, run_id, deadline
     self.blocked = ""  # why new rounds are refused
     self.published = ""  # fingerprint of the last commit
+    self.published_whole = True  # that fingerprint is of whole tensors, not of parts
     self._client = httpx.AsyncClient(trust_env=False)  # no proxy between us and our servers
     self._peers = [Peer(Control(url, self._client, deadline)) for url in urls]
     self._plans: dict[tuple[tuple[Tensor, ...], str, int], Plan] = {}
@@ -162,8 +169,12 @@ class SGLangPublisher:
     self._held_staging[round.key] = staged
     writing = [peer for peer in round.live if peer not in holding]
     if isinstance(transport := self.transport, Delivers):
-      with clock.phase("deliver"):
-        await self._each(round, writing, lambda r, p: self._deliver(r, p, transport, staged))
+      try:
+        with clock.phase("deliver"):
+          await self._each(round, writing, lambda r, p: self._deliver(r, p, transport, staged))
+      finally:
+        if staged.join is not None:
+          staged.join(None)
       writing = [peer for peer in writing if peer in round.live]
     with clock.phase("pause"):
       await self._each(round, writing, self._pause)
@@ -240,10 +251,9 @@ class SGLangPublisher:
     """Packs off the event loop. On failure every live server leaves ABORTED, untouched."""
 
     def work() -> Staged:
-      buffers = self.transport.allocate(chosen, round.key)
       if self.sources is None or _all_here(weights):
-        return stage(chosen, weights, buffers, round.key)
-      return self.sources.stage(self._task(chosen, round), chosen, weights, buffers)
+        return stage(chosen, weights, self.transport.allocate(chosen, round.key), round.key)
+      return self.sources.stage(self._task(chosen, round), chosen, weights, self.transport)
 
     try:
       staged = await asyncio.to_thread(work)
@@ -252,13 +262,14 @@ class SGLangPublisher:
       for peer in list(round.live):
         round.leave(peer, State.ABORTED, f"stage: {error}")
       return None
-    round.fingerprint = staged.fingerprint
+    round.fingerprint, round.whole = staged.fingerprint, staged.whole
     return staged
 
   def _task(self, chosen: Plan, round: Round) -> Task:
     """What the other processes must know of it. Raises ValueError where they cannot help."""
     transport = self.transport
-    if not isinstance(transport, SharesStaging):
+    able = isinstance(transport, SendsParts) and bool(transport.parts_go_to())
+    if not able and not isinstance(transport, SharesStaging):
       raise ValueError(f"{transport.name} is sent by one process, the weights lie on several")
     return Task(
       round.key,
@@ -267,7 +278,7 @@ class SGLangPublisher:
       transport.bucket_bytes,
       transport.align,
       self.quantization,
-      str(transport.staging(round.key)),
+      str(transport.staging(round.key)) if isinstance(transport, SharesStaging) else "",
       self.deadline,
     )
 
@@ -309,14 +320,14 @@ class SGLangPublisher:
       except CallError as silence:
         round.leave(peer, State.UNKNOWN, f"{error}; {silence}")
         return
-      if peer.exact:  # its checksums will tell whether all of it arrived
+      if peer.exact and staged.whole:  # its checksums will tell whether all of it arrived
         round.lost[peer] = f"{error}; "
       else:
         round.leave(peer, State.FENCED, error)
 
   async def _expected(self, staged: Staged, round: Round) -> Mapping[int, Sequence[Mapping]]:
     """By tensor-parallel size, what the ranks of servers on CPU must report."""
-    if not any(peer.exact for peer in round.live):
+    if not staged.whole or not any(peer.exact for peer in round.live):
       return {}
     block = self.quantization.block if self.quantization else None
     if self.transport.per_rank:
@@ -339,10 +350,11 @@ class SGLangPublisher:
     except CallError as error:
       round.leave(peer, State.FENCED, error)
       return
-    if peer.exact:
+    if peer.exact and expected:
       wrong = differences(got, expected[peer.ranks])
     else:
-      same = got == peer.seen and round.fingerprint != self.published != ""
+      comparable = round.whole == self.published_whole and self.published != ""
+      same = got == peer.seen and comparable and round.fingerprint != self.published
       wrong = "none of its weights changed" if same else ""
     if wrong:
       lost = round.lost.get(peer, "")
@@ -423,7 +435,7 @@ class SGLangPublisher:
     idle = max([round.idle, *(now - start for start in round.paused_at.values())])
     state, message = round.state, "; ".join(round.reasons)
     if state is State.COMMITTED:
-      self.published = round.fingerprint
+      self.published, self.published_whole = round.fingerprint, round.whole
       if isinstance(self.transport, Retains):
         self.transport.retain(self._held_staging[round.key], round.version)
     if state not in (State.COMMITTED, State.ABORTED):

@@ -20,14 +20,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from agentrl_jax.transfer import delta, wire
-from agentrl_jax.transfer.layout import full
+from agentrl_jax.transfer.layout import full, slices
 from agentrl_jax.transfer.plan import ITEM_BYTES
 from agentrl_jax.transfer.stage import NUMPY_DTYPES, tensor_hash
 from agentrl_jax.transfer.transports.disk import SHARED_MEMORY, safetensors_header
@@ -188,6 +188,7 @@ class _Round:
     self.partial.mkdir(mode=0o700)
     self._numbers = itertools.count(1)
     self._places: dict[str, _Place] = {}
+    self._mapped: dict[str, np.ndarray] = {}  # of what comes in parts
     self._lock = threading.Lock()
     self._writing = 0
     self._given_up = ""  # why it takes nothing more
@@ -201,11 +202,10 @@ class _Round:
         raise WireError(f"round {self.id[0]} was given up{self._given_up}")
       if frame.command is Command.END and self._writing:
         raise WireError("END while a bucket is still being written")
-      if any(entry.part != (0, 1) for entry in frame.entries):
-        raise WireError("a part of a tensor, files hold whole ones")
       self.ledger.accept(frame)
       if frame.command is Command.END:
         assert frame.end is not None
+        self._mapped = {}
         self.partial.rename(self.directory)
         self.fingerprint = frame.end.fingerprint
         return str(self.directory)
@@ -215,13 +215,35 @@ class _Round:
       path = self.partial / f"model-{next(self._numbers):05}.safetensors"
     places, failed = {}, ": a bucket was not written"
     try:
-      places, failed = _write(path, frame), ""
+      both = list(zip(frame.entries, frame.tensors, strict=True))
+      if whole := [pair for pair in both if pair[0].part == (0, 1)]:
+        places = _write(path, whole)
+      for entry, tensor in both:
+        if entry.part != (0, 1):
+          self._target(entry.name)[slices(entry.dst_index)] = tensor
+      failed = ""
     finally:
       with self._lock:
         self._places |= places
         self._given_up = self._given_up or failed
         self._writing -= 1
     return ""
+
+  def _target(self, name: str) -> np.ndarray:
+    """A tensor that comes in parts, in a file of its own."""
+    with self._lock:
+      if name not in self._mapped:
+        shape, dtype = self.ledger.expected[name]
+        nbytes = ITEM_BYTES[dtype] * math.prod(shape)
+        header = safetensors_header([Entry(name, (0, 1), dtype, shape, full(shape), 0, nbytes, "")])
+        path = self.partial / f"model-{next(self._numbers):05}.safetensors"
+        with path.open("xb") as file:
+          file.write(header)
+          os.posix_fallocate(file.fileno(), 0, len(header) + nbytes)
+        mapped = np.memmap(path, np.uint8, "r+", offset=len(header), shape=(nbytes,))
+        self._mapped[name] = mapped.view(NUMPY_DTYPES[dtype]).reshape(shape)
+        self._places[name] = _Place(path.name, len(header), nbytes)
+      return self._mapped[name]
 
   def read(self, name: str) -> np.ndarray:
     """The bytes of a tensor after END. Raises BaseError where they are gone."""
@@ -260,7 +282,9 @@ class _Round:
   def drop(self) -> None:
     """Removes the files; when it returns they are gone, whoever removed them."""
     with self._lock:
-      self._given_up = self._given_up or " by its sender"
+      self._dropped = True
+      self._mapped = {}
+      failed = ""
       for directory in (self.partial, self.directory):
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -353,17 +377,17 @@ def read_answer(connection: socket.socket) -> Frame:
   return frame
 
 
-def _write(path: Path, frame: Frame) -> dict[str, _Place]:
-  """A bucket as a safetensors file. The format allows no gaps, so tensors move together."""
+def _write(path: Path, tensors: Sequence[tuple[Entry, np.ndarray]]) -> dict[str, _Place]:
+  """Whole tensors as a safetensors file. The format allows no gaps, so they move together."""
   entries: list[Entry] = []
   offset = 0
-  for entry in frame.entries:
+  for entry, _ in tensors:
     entries.append(entry._replace(offset=offset))
     offset += entry.nbytes
   header = safetensors_header(entries)
   with path.open("xb") as file:
     file.write(header)
-    for tensor in frame.tensors:
+    for _, tensor in tensors:
       file.write(tensor.reshape(-1).view(np.uint8).data)
   return {e.name: _Place(path.name, len(header) + e.offset, e.nbytes) for e in entries}
 

@@ -60,6 +60,7 @@ class Round:
   delivered: dict[str, None] = dataclasses.field(default_factory=dict)  # how, in order
   idle: float = 0.0
   fingerprint: str = ""
+  whole: bool = True  # what is sent was staged by this process alone, or into its own buffers
 
   def leave(self, peer: Peer, state: State, reason: object) -> None:
     self.live.remove(peer)

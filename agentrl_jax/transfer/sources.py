@@ -1,14 +1,17 @@
-"""A push of weights that lie on several processes: each writes its own shards, the first leads.
+"""A push of weights that lie on several processes: each sends its own shards, the first leads.
 
-Every process makes the same plan from the layouts, which all of them know, and writes the copies
-whose sender is one of its devices into staging that the leader made. Nothing is told to a server
-before all have answered that their part is written. They speak through the key-value store of
+Every process makes the same plan from the layouts, which all of them know, and stages the copies
+whose sender is one of its devices: into files that the first one made and all of them map, or, to
+be delivered over its own connections, into memory of its own. Nothing is told to a server before
+all have answered that their part is there. They speak through the key-value store of
 `jax.distributed`, on the host: a process that is dead or slow is named within the deadline, where a
-collective would wait for it. Only words go that way, and the block maxima of FP8; never weights.
+collective would wait for it. Only words go that way, hashes, and the block maxima of FP8; never
+weights.
 """
 
 import concurrent.futures
 import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +22,14 @@ from jax._src import distributed  # the store has no public name; Orbax reads it
 
 from agentrl_jax.models.model import Model
 from agentrl_jax.ops.quantize import Quantization
+from agentrl_jax.transfer.control import CallError
 from agentrl_jax.transfer.engine_layout import push_plan
-from agentrl_jax.transfer.plan import Plan
+from agentrl_jax.transfer.plan import Plan, in_parts, published_shapes
 from agentrl_jax.transfer.report import PushError
 from agentrl_jax.transfer.stage import Staged, Sums, compare_replicas, fill, source_layout, stage
-from agentrl_jax.transfer.transports import SharesStaging
+from agentrl_jax.transfer.transports import SendsParts, SharesStaging, Transport
 from agentrl_jax.transfer.transports.disk import open_files
+from agentrl_jax.transfer.transports.tcp import Joining, join, reaches
 
 _WAIT_SECONDS = 6 * 3600.0  # for the first word of a round: longer than any rollout
 _FAILED, _WELL = b"!", b"="
@@ -43,7 +48,7 @@ class Task(NamedTuple):
   bucket_bytes: int
   align: int
   quantization: Quantization | None
-  staging: str  # the directory that holds it
+  staging: str  # the directory that all write to; "": each sends its own part
   seconds: float  # that any process waits for another
 
 
@@ -60,10 +65,15 @@ class Sources:
     self.process, self.count = jax.process_index(), jax.process_count()
     self._round = self._said = 0
     self._heard: dict[int, int] = {}  # words of this round, by process
+    self._oldest = 1  # round whose words are in the store
+    self._lock = threading.Lock()
+    self._planned: tuple[Any, Plan] | None = None  # what the last plan was made of, and it
+    self._parts: tuple[str, Plan, tuple[int, ...]] | None = None  # its digest, it in parts, senders
 
   def share(self, transport: Any) -> bool:
-    """Whether rounds of the first process's transport can be staged by all: its staging is a
-    directory that every process sees. All of them call this; `transport` is read on the first.
+    """Whether all can push by the first process's transport: every process sees the directory of
+    its staging, or reaches the receivers of its parts. All of them call this; `transport` is read
+    on the first.
 
     Raises:
       SourceError: a process gave no word.
@@ -72,37 +82,51 @@ class Sources:
       return False
     self._open_round()
     if self.process:
-      path = self._word(0, _WAIT_SECONDS).decode()
-      self._tell(json.dumps(bool(path) and Path(path).exists()).encode())
+      asked = json.loads(self._word(0, _WAIT_SECONDS))
+      able = Path(asked["probe"]).exists() if asked["probe"] else bool(asked["receivers"])
+      for address in asked["receivers"]:
+        able = able and reaches(address, asked["token"], self.seconds / 2)
+      self._tell(json.dumps(able).encode())
       return bool(json.loads(self._word(0)))
     probe = transport.probe() if isinstance(transport, SharesStaging) else None
-    self._tell(str(probe or "").encode())
+    receivers = transport.parts_go_to() if isinstance(transport, SendsParts) else ()
+    asked = {
+      "probe": str(probe or ""),
+      "receivers": receivers,
+      "token": transport.token if receivers else "",
+    }
+    self._tell(json.dumps(asked).encode())
     try:
       able = all([json.loads(words) for words in self._answers()])
     finally:
       if probe is not None:
         probe.unlink()
-    self._tell(json.dumps(able and probe is not None).encode())
-    return able and probe is not None
+    self._tell(json.dumps(able).encode())
+    return able
 
-  def stage(
-    self, task: Task, plan: Plan, weights: Any, buffers: Mapping[tuple[int, int], np.ndarray]
-  ) -> Staged:
-    """The first process's part of a round, and the others'. All buffers are whole afterwards.
+  def stage(self, task: Task, plan: Plan, weights: Any, transport: Transport) -> Staged:
+    """The first process's part of a round, and the others'.
 
     Raises:
       SourceError: another process failed, or gave no word in time; it is named.
       ValueError: as of `stage`.
+      OSError: as of the transport's `allocate`.
     """
+    if task.staging:
+      buffers = transport.allocate(plan, task.key)
+    else:
+      plan, buffers = self._part(task, plan, weights)
     self._open_round(task.seconds)
     self._tell(json.dumps(task._asdict()).encode())
     try:
-      staged = stage(plan, weights, buffers, task.key, _Leading(self))
-      _store().key_value_delete(f"{self.name}/{self._round}/")  # all have answered the last word
-      return staged
+      staged = stage(plan, weights, buffers, task.key, _Leading(self, task))
     except BaseException as error:
       self._say(_FAILED + str(error).encode())  # they may be waiting for a word of ours
       raise
+    for number in range(self._oldest, self._round):  # all have answered in this one
+      _store().key_value_delete(f"{self.name}/{number}/")
+    self._oldest = self._round
+    return staged if task.staging else staged._replace(join=self._have_join)
 
   def release(self) -> None:
     """Lets the other processes go on: `stand_by` returns there."""
@@ -129,19 +153,71 @@ class Sources:
 
   def _take_part(self, task: Task, model: Model, weights: Any) -> None:
     self.seconds = task.seconds
-    plan = push_plan(
-      model,
-      source_layout(weights),
-      task.dtype,
-      quantization=task.quantization,
-      bucket_bytes=task.bucket_bytes,
-      align=task.align,
-    )
+    plan = self._plan(task, model, weights)
     if plan.digest != task.digest:
       raise ValueError(f"its plan is {plan.digest}, that of process 0 {task.digest}")
-    buffers = open_files(Path(task.staging), plan)
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-      fill(plan, weights, buffers, pool, together=_Following(self))
+    if task.staging:
+      buffers = open_files(Path(task.staging), plan)
+      with concurrent.futures.ThreadPoolExecutor() as pool:
+        fill(plan, weights, buffers, pool, together=_Following(self, task))
+      return
+    plan, buffers = self._part(task, plan, weights)
+    staged = stage(plan, weights, buffers, task.key, _Following(self, task))
+    while (joining := json.loads(self._word(0, _WAIT_SECONDS))) is not None:
+      try:
+        join(Joining(**joining), staged)
+      except CallError as error:
+        self._tell(str(error).encode())
+      else:
+        self._tell(b"")
+
+  def _plan(self, task: Task, model: Model, weights: Any) -> Plan:
+    options = (task.dtype, task.quantization, task.bucket_bytes, task.align)
+    source = source_layout(weights)
+    if self._planned is None or self._planned[0] != (source, options):
+      plan = push_plan(
+        model,
+        source,
+        task.dtype,
+        quantization=task.quantization,
+        bucket_bytes=task.bucket_bytes,
+        align=task.align,
+      )
+      self._planned = (source, options), plan
+    return self._planned[1]
+
+  def _part(
+    self, task: Task, plan: Plan, weights: Any
+  ) -> tuple[Plan, Mapping[tuple[int, int], np.ndarray]]:
+    """The plan in parts, and memory for those of this process."""
+    if self._parts is None or self._parts[0] != plan.digest:
+      devices = {d for leaf in jax.tree.leaves(weights) for d in leaf.sharding.device_set}
+      made, owners = in_parts(
+        plan,
+        {device.id: device.process_index for device in devices},
+        published_shapes(plan),
+        bucket_bytes=task.bucket_bytes,
+        align=task.align,
+      )
+      self._parts = plan.digest, made, owners
+    _, made, owners = self._parts
+    mine = [b for b, owner in zip(made.buckets, owners, strict=True) if owner == self.process]
+    return made, {(b.rank, b.index): np.zeros(b.nbytes, np.uint8) for b in mine}
+
+  def _have_join(self, joining: Joining | None) -> None:
+    """Has all others send their part of a delivery, or tells that there is no more to deliver.
+    Raises CallError where one of them fails.
+    """
+    with self._lock:  # one server after the other: words have an order
+      self._tell(json.dumps(joining and joining._asdict()).encode())
+      if joining is None:
+        return
+      try:
+        failed = [words.decode() for words in self._answers() if words]
+      except SourceError as error:
+        raise CallError("lost", f"{joining.where}: {error}") from error
+    if failed:
+      raise CallError("lost", f"{joining.where}, from another process: {failed[0]}")
 
   def _open_round(self, seconds: float | None = None) -> None:
     self._round += 1
@@ -181,8 +257,8 @@ class Sources:
 class _Leading:
   """The first process's end, as `stage` knows it."""
 
-  def __init__(self, sources: Sources):
-    self.sources = sources
+  def __init__(self, sources: Sources, task: Task):
+    self.sources, self.same_buffers = sources, bool(task.staging)
 
   def largest(self, amax: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
     flat = _flat(amax)
@@ -190,6 +266,12 @@ class _Leading:
       flat = np.maximum(flat, np.frombuffer(words, np.float32))
     self.sources._tell(flat.tobytes())
     return _unflat(flat, amax)
+
+  def hashes(self, mine: Mapping[int, str]) -> Mapping[int, str]:
+    found = dict(mine)
+    for words in self.sources._answers():
+      found |= {int(number): digest for number, digest in json.loads(words).items()}
+    return found
 
   def written(self, sums: Sums) -> None:
     everyone = {key: dict(copies) for key, copies in sums.items()}
@@ -202,12 +284,16 @@ class _Leading:
 class _Following:
   """The end of one of the others."""
 
-  def __init__(self, sources: Sources):
-    self.sources = sources
+  def __init__(self, sources: Sources, task: Task):
+    self.sources, self.same_buffers = sources, bool(task.staging)
 
   def largest(self, amax: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
     self.sources._tell(_flat(amax).tobytes())
     return _unflat(np.frombuffer(self.sources._word(0), np.float32), amax)
+
+  def hashes(self, mine: Mapping[int, str]) -> Mapping[int, str]:
+    self.sources._tell(json.dumps(mine).encode())
+    return mine
 
   def written(self, sums: Sums) -> None:
     self.sources._tell(json.dumps(sums).encode())

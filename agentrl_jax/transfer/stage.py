@@ -40,6 +40,9 @@ NUMPY_DTYPES: Mapping[str, np.dtype] = {
 class Staged(NamedTuple):
   """A round's packed weights on the host. `buffers[(rank, bucket)]` is uint8; `hashes` follow
   `plan.segments`.
+
+  Where other processes have the other buckets, `join` has them take part in a delivery: it is given
+  what they must know, or None when there is no more, and raises CallError where one of them fails.
   """
 
   key: str
@@ -47,6 +50,12 @@ class Staged(NamedTuple):
   buffers: Mapping[tuple[int, int], np.ndarray]
   hashes: tuple[str, ...]  # of `tensor_hash`
   fingerprint: str
+  join: Callable[[Any], None] | None = None
+
+  @property
+  def whole(self) -> bool:
+    """Whether all of it is here."""
+    return self.join is None
 
   def view(self, segment: Segment) -> np.ndarray:
     """The segment's values, a view into its bucket."""
@@ -81,7 +90,12 @@ def allocate(plan: Plan) -> dict[tuple[int, int], np.ndarray]:
 
 
 class Together(Protocol):
-  """What a process that holds some of the shards needs of the others while it stages."""
+  """What a process that holds some of the shards needs of the others while it stages.
+
+  `same_buffers`: all of them write to the same ones, so that the first can hash everything.
+  """
+
+  same_buffers: bool
 
   def largest(self, amax: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
     """By tensor, the elementwise maximum over processes."""
@@ -89,6 +103,10 @@ class Together(Protocol):
 
   def written(self, sums: "Sums") -> None:
     """Returns once all have written their part, and their replicas agree."""
+    ...
+
+  def hashes(self, mine: Mapping[int, str]) -> Mapping[int, str]:
+    """By segment, those of all processes, on the first of them; `mine` on the others."""
     ...
 
 
@@ -105,7 +123,8 @@ def stage(
   """Runs a plan's copies into `buffers` for the round `key` and hashes every segment.
 
   Args:
-    together: where other processes hold the other shards and write them into the same buffers.
+    buffers: all of the plan's, or those of this process where the others have the rest.
+    together: where other processes hold the other shards and write them.
 
   Raises:
     ValueError: a weight is not finite, replicas of a shard differ, or a shard that the plan reads
@@ -123,12 +142,17 @@ def stage(
     targets = _by_name(plan.segments) if scales else {}
     for name, values in scales.items():
       for segment in targets[name]:
+        if (segment.rank, segment.bucket) not in buffers:
+          continue
         view = segment_view(buffers[segment.rank, segment.bucket], segment)
         view[...] = values[slices(segment.index)]
-    for number in range(len(plan.segments)):
-      if number not in hashed:
+    for number, segment in enumerate(plan.segments):
+      if number not in hashed and (segment.rank, segment.bucket) in buffers:
         start_hash(number)
-    hashes = tuple(hashed[number].result() for number in range(len(plan.segments)))
+    found: Mapping[int, str] = {number: one.result() for number, one in hashed.items()}
+  if together is not None and not together.same_buffers:
+    found = together.hashes(found)
+  hashes = tuple(found.get(number, "") for number in range(len(plan.segments)))
   rows = [
     (s.rank, s.name, s.part, s.shape, s.dtype, digest)
     for s, digest in zip(plan.segments, hashes, strict=True)

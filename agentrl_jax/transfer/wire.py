@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from agentrl_jax.transfer.boxes import Boxes
 from agentrl_jax.transfer.delta import ENCODINGS
-from agentrl_jax.transfer.layout import Box
+from agentrl_jax.transfer.layout import Box, intersect, slices
 from agentrl_jax.transfer.plan import ITEM_BYTES, Bucket
 from agentrl_jax.transfer.stage import NUMPY_DTYPES, Staged, fingerprint_of, tensor_hash
 
@@ -62,7 +63,7 @@ class Command(enum.IntEnum):
 
 
 class Entry(NamedTuple):
-  """One tensor, or part k of n along its first axis, in a bucket."""
+  """One tensor, or part k of n, a box of it, in a bucket."""
 
   name: str
   part: tuple[int, int]
@@ -325,17 +326,16 @@ class Ledger:
     rows = []
     for name, parts in self.parts.items():
       entries = [parts[k] for k in sorted(parts)]
-      at = 0
-      for entry in entries:
-        first = entry.dst_index[0] if entry.dst_index else (0, 1)
-        if (
-          entry.part[1] != len(entries) or first[0] != at or entry.shape[1:] != entries[0].shape[1:]
-        ):
-          raise WireError(f"{name}: its {len(entries)} parts do not make up the tensor")
-        at = first[1]
-      shape = self.expected[name][0]
-      if (at, *entries[0].shape[1:]) != (shape or (1,)):
-        raise WireError(f"{name}: its parts end at {at}, its shape is {shape}")
+      boxes = Boxes([entry.dst_index for entry in entries])
+      for number, entry in enumerate(entries):
+        if entry.part[1] != len(entries):
+          raise WireError(f"{name}: {len(entries)} of its {entry.part[1]} parts were received")
+        for other in boxes.meeting(entry.dst_index):
+          if other < number and intersect(entries[other].dst_index, entry.dst_index) is not None:
+            raise WireError(f"{name}: parts {entries[other].part[0]} and {entry.part[0]} overlap")
+      got, wanted = sum(math.prod(e.shape) for e in entries), math.prod(self.expected[name][0])
+      if got != wanted:
+        raise WireError(f"{name}: its parts have {got} elements, its shape {wanted}")
       rows += [(0, e.name, e.part, e.shape, e.dtype, e.hash) for e in entries]
     got = End(self.buckets, len(self.parts), self.nbytes, fingerprint_of(rows))
     if got != end:
@@ -377,8 +377,12 @@ class Receiver:
       raise WireError(f"round {self.ledger.round} has not ended")
     out = {}
     for name, parts in self.parts.items():
-      arrays = [parts[k] for k in sorted(parts)]
-      out[name] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+      if len(parts) == 1:
+        out[name] = parts[0]
+        continue
+      out[name] = np.empty(self.ledger.expected[name][0], parts[0].dtype)
+      for k, array in parts.items():
+        out[name][slices(self.ledger.parts[name][k].dst_index)] = array
     return out
 
 

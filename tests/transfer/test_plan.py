@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentrl_jax.transfer.engine_layout import direct_target, parameters
 from agentrl_jax.transfer.layout import Assembly, Piece, apply, assembly, check, full, fuse, invert
-from agentrl_jax.transfer.plan import Shard, Tensor, plan, whole
+from agentrl_jax.transfer.plan import Shard, Tensor, in_parts, plan, published_shapes, whole
 from tests.reference import transfer as reference
 
 ITEM = 4
@@ -285,3 +285,32 @@ def test_cost_follows_the_copies():
   rules = [assembly(f"e{n}", "w", (count, 4), index=(n,)) for n in range(count)]
   made = plan(source, whole(rules, "float32"), rules, bucket_bytes=1 << 20)
   assert len(made.copies) == count
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.integers(1, 3))
+def test_parts_of_several_senders_paint_every_element_once(problem, senders):  # W1, W11
+  source, _, rules = problem
+  made = plan([source], whole(rules, "float32"), rules, bucket_bytes=64, split=False)
+  sender = {shard.rank: shard.rank % senders for shard in source.shards}
+  shapes = published_shapes(made)
+  try:
+    parts, owners = in_parts(made, sender, shapes, bucket_bytes=64, align=16)
+  except ValueError as error:
+    assert "is no box of the shape" in str(error)
+    return
+  whole_source = values(source.shape)
+  held = {("w", s.rank): (s.index, box(whole_source, s.index)) for s in source.shards}
+  got, paint = reference.run(parts, held)
+  assert parts.nbytes == made.nbytes
+  assert published_shapes(parts) == shapes
+  seen = {name: np.zeros(shape, int) for name, shape in shapes.items()}
+  want = {r.dst: reference.published(r, {"w": whole_source}) for r in rules}
+  for segment, painted, value in zip(parts.segments, paint, got, strict=True):
+    assert (painted == 1).all()
+    box(seen[segment.name], segment.index)[...] += 1
+    np.testing.assert_array_equal(value, box(want[segment.name], segment.index))
+  assert all((count == 1).all() for count in seen.values())
+  for copy in parts.copies:
+    assert owners[parts.segments[copy.segment].bucket] == sender[copy.src_rank]
+  assert len(owners) == len(parts.buckets)

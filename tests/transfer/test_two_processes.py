@@ -30,6 +30,7 @@ from agentrl_jax.transfer.transports.disk import DiskTransport
 from agentrl_jax.transfer.transports.tensor import DirectTransport
 from tests.reference.transfer import random_weights
 from tests.transfer.test_push import MODEL, rig
+from tests.transfer.test_tcp import Peer, gone_within, local
 
 BLOCKS = Quantization(block=(4, 3))  # of 8 x 8 matrices, which lie on 4 x 2 devices
 SHORT = 2.0  # seconds that a slow process is waited for
@@ -75,9 +76,9 @@ def transports(root):
   return DiskTransport(root), DirectTransport(bucket_bytes=1 << 10)
 
 
-def quantized(weights):
+def quantized(weights, align=1):
   """The plan of a push in FP8 whose blocks the shards cut."""
-  options = {"quantization": BLOCKS, "bucket_bytes": 1 << 10, "align": 1}
+  options = {"quantization": BLOCKS, "bucket_bytes": 1 << 10, "align": align}
   return push_plan(MODEL, source_layout(weights), "bfloat16", **options), options
 
 
@@ -85,14 +86,39 @@ def staged(root, weights, sources=None):
   """The fingerprint of a push in FP8, by one process or by all."""
   plan, options = quantized(weights)
   disk = DiskTransport(root)
-  buffers = disk.allocate(plan, "fp8")
   if sources is None:
-    return stage(plan, weights, buffers, "fp8").fingerprint
+    return stage(plan, weights, disk.allocate(plan, "fp8"), "fp8").fingerprint
   task = Task("fp8", plan.digest, "bfloat16", staging=str(disk.staging("fp8")), seconds=60.0,
               **options)  # fmt: skip
-  made = sources.stage(task, plan, weights, buffers).fingerprint
+  made = sources.stage(task, plan, weights, disk).fingerprint
   sources.release()
   return made
+
+
+def delivered(root, weights, sources=None):
+  """What a receiver holds of each tensor after a delivery in FP8, by one process or by all."""
+  plan, options = quantized(weights, align=16)
+  transport = over_tcp(root)
+  if sources is None:
+    made = stage(plan, weights, transport.allocate(plan, "fp8"), "fp8")
+  else:
+    task = Task("fp8", plan.digest, "bfloat16", staging="", seconds=60.0, **options)
+    made = sources.stage(task, plan, weights, transport)
+  asyncio.run(transport.deliver(made, Peer(), 1))
+  (arrived,) = transport._process._rounds.values()
+  found = {
+    name: hashlib.sha256(arrived.read(name).tobytes()).hexdigest()
+    for name in arrived.ledger.expected
+  }
+  if sources is not None:
+    made.join(None)
+    sources.release()
+  transport.close()
+  return found
+
+
+def over_tcp(root):
+  return local(root / "received", connections=2, bucket_bytes=1 << 10)
 
 
 def started(name, root):
@@ -123,15 +149,21 @@ def join(process, address, root):
   root = Path(root)
   trees = [spread(seed) for seed in SEEDS]
   sources = Sources("weights")
-  able = [sources.share(transport) for transport in transports(root)]
+  open_one, closed = over_tcp(root), over_tcp(root)
+  closed.close()
+  able = [sources.share(way) for way in (*transports(root), open_one, closed)]
+  open_one.close()
   gathered = [hosts.gathered(tree) for tree in trees]
   if hosts.leads():
     away = sum(not leaf.is_fully_addressable for leaf in jax.tree.leaves(trees[0]))
     alone = pushed(root, gathered, transports(root), sources=None)
     together = pushed(root, trees, transports(root)[:1], sources)
-    print(json.dumps([away, able, alone, together, staged(root, trees[0], sources)]), flush=True)
+    fp8 = staged(root, trees[0], sources)
+    tcp = pushed(root, trees, [over_tcp(root)], sources)
+    sent = delivered(root, trees[0], sources)
+    print(json.dumps([away, able, alone, together, fp8, tcp, sent]), flush=True)
   else:
-    for tree in [*trees, trees[0]]:
+    for tree in [*trees, trees[0], *trees, trees[0]]:
       sources.stand_by(MODEL, tree)
   jax.distributed.shutdown()
 
@@ -140,9 +172,9 @@ def test_two_processes_push_what_one_does(tmp_path):
   both = started("join", tmp_path / "two")
   outputs = [process.communicate(timeout=240)[0] for process in both]
   assert [process.returncode for process in both] == [0, 0]
-  away, able, alone, together, fp8 = json.loads(outputs[0].splitlines()[-1])
+  away, able, alone, together, fp8, tcp, sent = json.loads(outputs[0].splitlines()[-1])
   assert away > 5  # it had to get these from the other
-  assert able == [True, False]
+  assert able == [True, False, True, False]
   trees = [spread(seed) for seed in SEEDS]
   theirs = pushed(tmp_path / "one", trees, transports(tmp_path / "one"))
   assert alone == theirs
@@ -151,6 +183,10 @@ def test_two_processes_push_what_one_does(tmp_path):
   assert len(set(fingerprints)) == 2
   assert "model.embed_tokens.weight" in tensors
   assert fp8 == staged(tmp_path / "one", trees[0])
+  ((hashes, arrived),) = tcp
+  assert arrived == tensors and len(set(hashes)) == 2
+  assert sent == delivered(tmp_path / "one", trees[0])
+  assert "model.layers.0.mlp.up_proj.weight_scale_inv" in sent
 
 
 def fail(process, address, root):
@@ -239,3 +275,42 @@ def test_a_process_that_fails_ends_its_round_and_no_more(tmp_path):  # W9, W19
     r"stage: final_norm: the copy on device \d+ differs from .*", messages[3]
   )  # W25
   assert messages[4] == "stage: process 1: unembedding has a value that is not finite"
+
+
+def lose(process, address, root):
+  """One of two processes, of which the second dies while it sends; as `fail`."""
+  jax.distributed.initialize(address, 2, int(process))
+  root = Path(root)
+  sources, tree = Sources("weights"), spread(0)
+  if not hosts.leads():
+    join, deliveries = sources_module.join, itertools.count(1)
+    sources_module.join = lambda *arguments: (
+      os.kill(os.getpid(), signal.SIGKILL) if next(deliveries) == 2 else join(*arguments)
+    )
+    while True:
+      sources.stand_by(MODEL, tree)
+
+  async def main():
+    said = []
+    async with rig(root, 1, 60.0, over_tcp(root), sources) as (publisher, (fake,)):
+      for version, deadline in ((1, 60.0), (2, SHORT)):
+        publisher.deadline = deadline
+        report = await publisher.publish(tree, version)
+        said.append([report.state, report.message, fake.answer()[0], fake.paused])
+        if version == 1:
+          sources.release()
+      gone_within(root / "received", 5.0)
+    print(json.dumps(said), flush=True)
+
+  asyncio.run(main())
+  os._exit(0)
+
+
+def test_a_process_that_dies_while_it_sends_leaves_the_server_as_it_was(tmp_path):  # W9, W19
+  both = started("lose", tmp_path)
+  outputs = [process.communicate(timeout=240)[0] for process in both]
+  assert [process.returncode for process in both] == [0, -signal.SIGKILL]
+  first, dead = json.loads(outputs[0].splitlines()[-1])
+  assert first == ["committed", "", "run:1", False]
+  assert (dead[0], *dead[2:]) == ("aborted", "run:1", False)
+  assert dead[1].endswith(": process 1 gave no word within 2 s: it is dead, or slow"), dead[1]

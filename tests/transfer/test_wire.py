@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_jax.transfer import wire
+from agentrl_jax.transfer.layout import slices
 from agentrl_jax.transfer.stage import fingerprint_of, tensor_hash
 from agentrl_jax.transfer.wire import End, Entry, Receiver, WireError
 
@@ -89,6 +90,34 @@ def test_round_trip_in_any_order(shapes, rows, rng):
     np.testing.assert_array_equal(got[name], array)
 
 
+def boxed(*boxes, of=None):
+  """Frames of "a" in these boxes, said to be `of` so many, and END."""
+  array, frames, rows = TENSORS["a"], [], []
+  for k, box in enumerate(boxes):
+    part = array[slices(box)]
+    entry = Entry("a", (k, of or len(boxes)), "float32", part.shape, box, 0, part.nbytes,
+                  tensor_hash(part.tobytes()))  # fmt: skip
+    frames.append(b"".join(wire.encode_bucket(7, 3, [entry], part.tobytes())))
+    rows.append((0, "a", entry.part, entry.shape, entry.dtype, entry.hash))
+  total = sum(array[slices(box)].nbytes for box in boxes)
+  end = End(len(frames), 1, total, fingerprint_of(rows))
+  return Sent([*frames, wire.encode_end(7, 3, end)], {"a": array})
+
+
+LEFT, TOP, BOTTOM = ((0, 3), (0, 1)), ((0, 1), (1, 4)), ((1, 3), (1, 4))
+
+
+def test_parts_are_boxes_that_cover_the_tensor_once():
+  np.testing.assert_array_equal(receive(boxed(LEFT, TOP, BOTTOM))["a"], TENSORS["a"])
+  for sent, message in [
+    (boxed(LEFT, TOP), "a: its parts have 6 elements, its shape 12"),
+    (boxed(LEFT, TOP, BOTTOM, of=4), "a: 3 of its 4 parts were received"),
+    (boxed(LEFT, TOP, ((0, 2), (1, 4))), "a: parts 1 and 2 overlap"),
+  ]:
+    with pytest.raises(WireError, match=message):
+      receive(sent)
+
+
 def test_a_tensor_is_a_view_of_its_frame():
   frame = np.frombuffer(send({"a": TENSORS["a"]}).frames[0], np.uint8)
   decoded = wire.decode(frame.data, max_payload_bytes=LIMIT)
@@ -103,7 +132,7 @@ def test_a_tensor_is_a_view_of_its_frame():
     ({"expected": {"a": ((3, 4), "float32")}}, "is not expected"),  # W7: extra
     ({"extra": "c"}, "c was not received"),  # missing
     ({"wrong": ((4, 3), "float32")}, "a: index .* is outside shape"),
-    ({"wrong": ((4, 4), "float32")}, "a: its parts end at"),
+    ({"wrong": ((4, 4), "float32")}, "a: its parts have 12 elements, its shape 16"),
     ({"wrong": ((3, 4), "bfloat16")}, "a: dtype float32, expected bfloat16"),
   ],
 )

@@ -78,3 +78,14 @@ class SharesStaging(Protocol):
   def staging(self, key: str) -> Path:
     """The directory of a round's files until they are sent."""
     ...
+
+
+@runtime_checkable
+class SendsParts(Protocol):
+  """A transport by which several processes may deliver one round, each what it has of it."""
+
+  def parts_go_to(self) -> tuple[str, ...]:
+    """HOST:PORT of all receivers, each of which every process must reach; none: it does not."""
+    ...
+
+  token: str  # that the receivers know

@@ -11,11 +11,12 @@ before, and whether it was restarted, does not matter.
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import queue
 import secrets
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ from agentrl_jax.transfer import wire
 from agentrl_jax.transfer.control import CallError, Control
 from agentrl_jax.transfer.delta import Encode
 from agentrl_jax.transfer.difference import Difference, difference
-from agentrl_jax.transfer.plan import Bucket, Plan
+from agentrl_jax.transfer.plan import Bucket, Plan, published_shapes
 from agentrl_jax.transfer.receive import ReceiverProcess, read_answer, set_options
 from agentrl_jax.transfer.stage import Staged, allocate
 from agentrl_jax.transfer.transports import Delivery
@@ -73,6 +74,10 @@ class TcpTransport:
     self._kept: _Kept | None = None
     self._differences: dict[str, Difference] = {}  # by round, from what is kept
     self._lock = threading.Lock()
+
+  def parts_go_to(self) -> tuple[str, ...]:
+    """See `SendsParts.parts_go_to`. Deltas are of whole tensors: with them there are no parts."""
+    return () if self.delta is not None else tuple(sorted(set(self.receivers.values())))
 
   def allocate(self, plan: Plan, key: str) -> Mapping[tuple[int, int], np.ndarray]:
     """Ordinary memory, freed with the staged weights."""
@@ -178,6 +183,40 @@ class TcpTransport:
       self._process.close()
 
 
+class Joining(NamedTuple):
+  """What a process must know to send its buckets of a round that another one opened."""
+
+  where: str
+  address: str
+  seconds: float
+  version: int
+  round: int
+  token: str
+  connections: int
+
+
+def join(joining: Joining, staged: Staged) -> None:
+  """Sends the buckets that are here. Raises CallError."""
+  link = _Link(joining.where, joining.address, joining.seconds, joining.version)
+  link.round = joining.round
+  try:
+    link.join(staged, joining.token, joining.connections)
+  finally:
+    link.close()
+
+
+def reaches(address: str, token: str, seconds: float) -> bool:
+  """Whether a receiver that knows the token answers there: it knows of no such round."""
+  link = _Link(f"receiver {address}", address, seconds, 0)
+  try:
+    link.join_round(token)
+  except CallError as error:
+    return error.failure == "refused" and "was not begun" in str(error)
+  finally:
+    link.close()
+  return False
+
+
 class _From(NamedTuple):
   """What a round is sent as the difference from."""
 
@@ -212,23 +251,49 @@ class _Link:
   def deliver(self, staged: Staged, token: str, connections: int, since: _From | None) -> None:
     """Opens the round, sends every bucket, and has END checked. Raises CallError or BaseError."""
     self.since = since
-    tensors = tuple((s.name, s.shape, s.dtype) for s in staged.plan.segments)
+    plan = staged.plan
+    dtypes = {segment.name: segment.dtype for segment in plan.segments}
+    tensors = tuple((n, shape, dtypes[n]) for n, shape in published_shapes(plan).items())
     begin = Begin(token, staged.key, tensors, since and since.base)
     control = self._connect()
     self._exchange(control, wire.encode_begin(self.round, self.version, begin))
+    others = None
+    if staged.join is not None:
+      others = functools.partial(
+        staged.join,
+        Joining(self.where, self.address, self.deadline, self.version, self.round, token,
+                connections),
+      )  # fmt: skip
+    self._send_all(control, staged, token, connections, others)
+    end = End(len(plan.buckets), len(tensors), plan.nbytes, staged.fingerprint)
+    self.path = self._exchange(control, wire.encode_end(self.round, self.version, end)).path
+
+  def join(self, staged: Staged, token: str, connections: int) -> None:
+    """Sends the buckets that are here into a round that another process opened."""
+    self._send_all(self.join_round(token), staged, token, connections, None)
+
+  def _send_all(
+    self,
+    first: socket.socket,
+    staged: Staged,
+    token: str,
+    connections: int,
+    others: Callable[[], None] | None,
+  ) -> None:
+    """Over `first` and further connections, while `others` has other processes send theirs."""
     waiting: queue.SimpleQueue[Bucket] = queue.SimpleQueue()
-    for bucket in staged.plan.buckets:
+    here = [b for b in staged.plan.buckets if (b.rank, b.index) in staged.buffers]
+    for bucket in here:
       waiting.put(bucket)
-    further = min(connections, len(staged.plan.buckets)) - 1
-    with concurrent.futures.ThreadPoolExecutor(1 + further) as pool:
-      work = [pool.submit(self._send, control, staged, waiting)]
+    further = max(0, min(connections, len(here)) - 1)
+    with concurrent.futures.ThreadPoolExecutor(2 + further) as pool:
+      work = [pool.submit(self._send, first, staged, waiting)]
       work += [pool.submit(self._join, token, staged, waiting) for _ in range(further)]
+      work += [pool.submit(others)] if others is not None else []
       for done in concurrent.futures.as_completed(work):
         if error := done.exception():
           self.close()  # so that the others end, too
           raise error
-    end = End(len(staged.plan.buckets), len(tensors), staged.plan.nbytes, staged.fingerprint)
-    self.path = self._exchange(control, wire.encode_end(self.round, self.version, end)).path
 
   def rest(self) -> None:
     """Ends all connections but the first, which keeps the files, and forgets what was sent."""
@@ -245,10 +310,14 @@ class _Link:
         connection.shutdown(socket.SHUT_RDWR)
       connection.close()
 
-  def _join(self, token: str, staged: Staged, waiting: "queue.SimpleQueue[Bucket]") -> None:
+  def join_round(self, token: str) -> socket.socket:
+    """A further connection of a round that was begun."""
     connection = self._connect()
     self._exchange(connection, wire.encode_join(self.round, self.version, token))
-    self._send(connection, staged, waiting)
+    return connection
+
+  def _join(self, token: str, staged: Staged, waiting: "queue.SimpleQueue[Bucket]") -> None:
+    self._send(self.join_round(token), staged, waiting)
 
   def _send(
     self, connection: socket.socket, staged: Staged, waiting: "queue.SimpleQueue[Bucket]"
