@@ -4,8 +4,9 @@
 
 A bucket is checked before a byte of it is written, and the server sees a round's files only when
 END has proved that all of them are there. They stay as long as the round's first connection: what a
-trainer that is gone had sent goes with it. A delta is applied to a copy of its base, so that none
-can be applied twice, and every tensor it makes is checked against the hash that it must have.
+trainer that is gone had sent goes with it. Tensors that come in parts, from several processes, have
+a file each, into which their boxes are written. A delta is applied to a copy of its base, so that
+none can be applied twice, and every tensor it makes is checked against the hash that it must have.
 """
 
 import argparse

@@ -9,24 +9,25 @@ W4   test_quantize: quantising again
 W5   test_quantize: scales, blocks of zeros
 W6   test_quantize: dialects convert exactly; test_wire: another dtype is refused
 W7   test_plan, test_plan_engines, test_wire, test_faults: names
-W8   test_push: versions; test_sglang: every token has one
+W8   test_push: versions; test_sglang: every token has one; test_soak: the one that made it
 W9   test_faults, test_push: kills at every call and bucket; test_tcp: at every frame; test_window:
-     in the midst of one-sided writes
+     in the midst of one-sided writes; test_two_processes: a process of the trainer
 W10  test_plan: tensors around the size of a bucket, of no size
 W11  test_stage, test_quantize, test_plan_engines, test_two_processes: meshes, buckets, cut blocks
 W12  test_sglang: prefix cache
 W17  test_plan, test_plan_engines: fused and stacked layouts
 W18  test_stage, test_sglang: one weight
-W19  test_push, test_faults, test_window: who is silent is named within the deadline
+W19  test_push, test_faults, test_window, test_two_processes: who is silent is named within the
+     deadline
 W20  test_push: replicas
 W21  test_push, test_plan: ties
 W22  test_adapters, test_sglang_adapters: an adapter changes what is answered
 W23  test_sglang, test_sglang_fp8, test_plan_engines, test_window: equal to an export
 W24  test_stage: hashes
-W25  test_stage: replicated sources
+W25  test_stage, test_two_processes: replicated sources
 W26  test_delta: equal to a full push; another base, and a second application, refused
 W27  test_push: staging is freed, or kept while it may be read
-W28  test_push: fifty rounds
+W28  test_push: fifty rounds; test_soak: two hundred on the real server
 W29  test_plan: digests
 W30  test_wire: fuzz
 W31  test_push: a refused flush
