@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from agentrl_jax.rollout.engine import Generation, SamplingParams
-from agentrl_jax.sampler.residency import Residency, common_prefix
+from agentrl_jax.sampler.residency import EMPTY, Residency, common_prefix
 
 LOOKAHEAD = 4  # times the number of rows: waiting requests that are considered for admission
 WORTH_WAITING = 16  # tokens of prefill that a request saves by waiting for another's prefix
@@ -121,16 +121,18 @@ def admission_order(waiting: Sequence[Request], residency: Residency) -> list[Re
 def plan_copy(requests: Sequence[Request], residency: Residency) -> Copy:
   """Starts every request that has nothing to gain from waiting for the prefix of an earlier one."""
   unfinished = [r for r in requests if not _ready(r, residency)]
+  contexts = [r.context for r in unfinished]
   begin, sources, lengths = [], [], []
-  for i, request in enumerate(unfinished):
+  for i, (request, context) in enumerate(zip(unfinished, contexts, strict=True)):
     if request.begun:
       continue
-    match = residency.matches(request.context)
+    match = residency.matches(context)
     in_place = match[request.row] == match.max()
     source = request.row if in_place else int(match.argmax())
     length = int(match[source])
-    coming = max((_coming(request, e, residency.whole) for e in unfinished[:i]), default=0)
-    if coming >= length + WORTH_WAITING:
+    # Most contexts are no longer than what they continue by more than that: nothing to compare.
+    enough = length + WORTH_WAITING
+    if len(context) >= enough and _coming(context, contexts[:i], residency.whole) >= enough:
       continue
     begin.append(request)
     sources.append(source)
@@ -165,8 +167,14 @@ def _ready(request: Request, residency: Residency) -> bool:
   return request.begun and residency.length[request.row] == len(request.context)
 
 
-def _coming(request: Request, earlier: Request, whole: bool) -> int:
+def _coming(
+  context: Int[np.ndarray, "N"], earlier: Sequence[Int[np.ndarray, "_"]], whole: bool
+) -> int:
   """What a request could copy of an earlier one's row once that is ready."""
-  shortest = min(len(request.context), len(earlier.context))
-  shared = int(common_prefix(earlier.context[None, :shortest], request.context[:shortest])[0])
-  return 0 if whole and shared < len(earlier.context) else shared
+  rows = np.full((len(earlier), len(context)), EMPTY, np.int32)
+  for row, ids in zip(rows, earlier, strict=True):
+    row[: len(ids)] = ids[: len(context)]
+  shared = common_prefix(rows, context)
+  if whole:
+    shared = np.where(shared == [len(ids) for ids in earlier], shared, 0)
+  return int(shared.max(initial=0))

@@ -108,6 +108,27 @@ def test_a_common_prefix_is_prefilled_once(prefix, count):
   assert toy.prefilled == len(prefix) + count  # each request's own token; the last is not prefilled
 
 
+@settings(deadline=None, max_examples=60)
+@given(prompts, st.booleans())
+def test_who_waits_is_who_can_copy_enough_of_an_earlier_request(wave, whole):
+  """Against a count, request by request: fewer than WORTH_WAITING tokens are not waited for."""
+  requests = [_request(prompt) for prompt in wave]
+  residency = Residency(len(requests), CONTEXT, whole=whole)
+  for request in requests:
+    request.row = residency.claim(request.context)
+  plan = schedule.plan_copy(requests, residency)
+  begins = []
+  for i, request in enumerate(requests):
+    coming = [0]
+    for earlier in (e.context for e in requests[:i]):
+      pairs = list(zip(request.context, earlier, strict=False))
+      shared = next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs))
+      coming.append(shared if not whole or shared == len(earlier) else 0)
+    if len(request.context) and max(coming) < schedule.WORTH_WAITING:
+      begins.append(request)
+  assert [r for r in plan.requests if len(r.context)] == begins
+
+
 def test_forgetting_mid_way_makes_rows_right_again():
   toy, waiting = _Toy(3), [_request([i, 1, 2, 3, 4, 5], new=9) for i in range(3)]
   for _ in range(3):
