@@ -283,9 +283,8 @@ class _Round:
   def drop(self) -> None:
     """Removes the files; when it returns they are gone, whoever removed them."""
     with self._lock:
-      self._dropped = True
+      self._given_up = self._given_up or " by its sender"
       self._mapped = {}
-      failed = ""
       for directory in (self.partial, self.directory):
         shutil.rmtree(directory, ignore_errors=True)
 
