@@ -89,12 +89,10 @@ class Sources:
       self._tell(json.dumps(able).encode())
       return bool(json.loads(self._word(0)))
     probe = transport.probe() if isinstance(transport, SharesStaging) else None
-    receivers = transport.parts_go_to() if isinstance(transport, SendsParts) else ()
-    asked = {
-      "probe": str(probe or ""),
-      "receivers": receivers,
-      "token": transport.token if receivers else "",
-    }
+    receivers, token = (), ""
+    if isinstance(transport, SendsParts):
+      receivers, token = transport.parts_go_to(), transport.token
+    asked = {"probe": str(probe or ""), "receivers": receivers, "token": token}
     self._tell(json.dumps(asked).encode())
     try:
       able = all([json.loads(words) for words in self._answers()])
