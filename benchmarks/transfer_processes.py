@@ -59,13 +59,8 @@ def weights(made: Model) -> object:
   block = np.arange(1 << 16, dtype=np.float32) / (1 << 16)
 
   def place(spec, sharding):
-    return jax.make_array_from_callback(
-      spec.shape,
-      sharding,
-      lambda index: np.resize(
-        block, [len(range(*s.indices(n))) for s, n in zip(index, spec.shape, strict=True)]
-      ),
-    )
+    shape = sharding.shard_shape(spec.shape)
+    return jax.make_array_from_callback(spec.shape, sharding, lambda _: np.resize(block, shape))
 
   placed = shardings(made, make_mesh(fsdp=DEVICES))
   return jax.tree.map(place, made.abstract(), placed, is_leaf=is_spec)

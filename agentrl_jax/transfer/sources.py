@@ -309,8 +309,8 @@ def _unflat(flat: np.ndarray, like: Mapping[str, np.ndarray]) -> Mapping[str, np
 
 
 def _task(words: Mapping[str, Any]) -> Task:
-  how = words["quantization"]  # tuples, which JSON gives back as lists
-  if how is not None:
+  how = words["quantization"]
+  if how is not None:  # a tuple, which JSON gives back as a list
     dtype, block, scale, top = how
     how = Quantization(dtype, block and tuple(block), scale, top)
   return Task(**{**words, "quantization": how})
