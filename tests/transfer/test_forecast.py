@@ -77,6 +77,8 @@ def test_the_command_prints_the_plan_of_a_model(tmp_path, capsys):
 def test_meshes_that_are_not_sizes_are_refused(mesh):
   with pytest.raises(ValueError, match="expected AXIS=SIZE"):
     plan_transfer.sizes([mesh])
+  with pytest.raises(ValueError, match="unknown mesh axes"):
+    source_on_mesh(MODEL, {"experts": 2})
 
 
 @pytest.mark.parametrize("speed", ["fast", "0", "-1", "nan", "inf"])
@@ -84,5 +86,3 @@ def test_speeds_are_positive_numbers(speed):
   assert plan_transfer.speeds(["1.25", "50"]) == [1.25, 50.0]
   with pytest.raises(ValueError, match=f"--speeds has '{speed}', expected GB/s"):
     plan_transfer.speeds([speed])
-  with pytest.raises(ValueError, match="unknown mesh axes"):
-    source_on_mesh(MODEL, {"experts": 2})
