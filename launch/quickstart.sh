@@ -35,7 +35,7 @@ for argument in "$@"; do
       exit 2
       ;;
     --workdir=?*) workdir=${argument#*=} ;;
-    --*=*) rest+=("$argument") ;;
+    --*=* | --show) rest+=("$argument") ;;
     *)
       echo "quickstart: unexpected argument '$argument'; see --help" >&2
       exit 2
