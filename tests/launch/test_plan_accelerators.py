@@ -39,7 +39,6 @@ NOT_PLANNED = {
   "qwen3_30b_a3b_v6e_64",
   "qwen3_14b_h200_8",
   "qwen3_4b_tpu7x_4",
-  "ac2_qwen3_4b",
   "finishing_qwen3_8b",
 }
 MODULES = {"tpu": "libtpu", "gpu": "jax_cuda13_plugin"}
