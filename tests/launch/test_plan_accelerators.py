@@ -37,7 +37,6 @@ NOT_PLANNED = {
   "qwen3_5_0_8b_v6e_1",
   "deepseek_v4_flash_h200_64",
   "qwen3_30b_a3b_v6e_64",
-  "qwen3_14b_h200_8",
   "qwen3_4b_tpu7x_4",
   "finishing_qwen3_8b",
 }
