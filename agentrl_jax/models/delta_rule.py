@@ -167,6 +167,7 @@ def _within(
   return decay, between, reads, _inverse(system)
 
 
+@jax.custom_vjp
 def _inverse(below: Float[Array, "... S S"]) -> Float[Array, "... S S"]:
   """Of 1 + `below`, which is zero on and above the diagonal.
 
@@ -186,6 +187,23 @@ def _inverse(below: Float[Array, "... S S"]) -> Float[Array, "... S S"]:
     inverse = inverse - matmul(matmul(inverse, corners), inverse)
     block *= 2
   return inverse
+
+
+def _inverse_forward(below: Float[Array, "... S S"]) -> tuple[Array, Array]:
+  inverse = _inverse(below)
+  return inverse, inverse
+
+
+def _inverse_backward(
+  inverse: Float[Array, "... S S"], gradient: Float[Array, "... S S"]
+) -> tuple[Float[Array, "... S S"]]:
+  """d(m^-1) = -m^-1 dm m^-1, of the entries below the diagonal."""
+  transposed = jnp.swapaxes(inverse, -1, -2)
+  matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+  return (jnp.tril(-matmul(matmul(transposed, gradient), transposed), -1),)
+
+
+_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
 def _read_and_write(
