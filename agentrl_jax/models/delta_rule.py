@@ -172,8 +172,8 @@ def _inverse(below: Float[Array, "... S S"]) -> Float[Array, "... S S"]:
   """Of 1 + `below`, which is zero on and above the diagonal.
 
   Blocks on the diagonal double: of [[a, 0], [c, b]], with the inverses of a and b known, the
-  inverse has -b^-1 c a^-1 in the corner. As exact as a triangular solve, which XLA unrolls for GPUs
-  into a program that takes it more than half an hour to compile.
+  inverse has -b^-1 c a^-1 in the corner. As exact as a triangular solve, with which XLA did not
+  compile the rule of 256 positions for a GPU within 20 CPU-seconds; with this it takes 4.
   """
   size = below.shape[-1]
   place = jnp.arange(size)
