@@ -223,11 +223,11 @@ def main(arguments: object) -> int:
     found = command.run_async(measure(planned, Path(scratch) / "runs", rounds, peers))
     for peer in peers.values():
       peer.close()
-  report(found)
   if not SMOKE.value:
     about = {"model": MODEL.value, "cores": len(os.sched_getaffinity(0))}
     about |= {"load": os.getloadavg()[0], "machine": platform.machine()}
     Path(OUTPUT.value).write_text(json.dumps({"about": about, **found}, indent=1) + "\n")
+  report(found)
   return 0
 
 
