@@ -46,7 +46,7 @@ class SymbolRenderer:
     self._id_of = {symbol: i for i, symbol in enumerate(symbols)}
     self._end, self._read, self._write = end, read, write
     self.vocab_size = vocab_size or len(symbols)
-    self.stop_token_ids = (self._id_of[end],)
+    self.stop_token_ids: tuple[int, ...] = (self._id_of[end],)
 
   def opening(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
     del tools  # their form is in the weights
