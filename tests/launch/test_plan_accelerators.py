@@ -36,9 +36,6 @@ NOT_PLANNED = {
   "qwen3_5_0_8b_h200_1",
   "qwen3_5_0_8b_v6e_1",
   "deepseek_v4_flash_h200_64",
-  "qwen3_30b_a3b_v6e_64",
-  "qwen3_4b_tpu7x_4",
-  "finishing_qwen3_8b",
 }
 MODULES = {"tpu": "libtpu", "gpu": "jax_cuda13_plugin"}
 
