@@ -4,7 +4,7 @@ from configs.algorithms import use_algorithm, use_routers
 from configs.attention import use_cudnn
 from configs.engines import use_embedded, use_fp8, use_sglang, use_transport
 from configs.gsm8k import gsm8k
-from configs.pods.deepseek import deepseek_v4_flash_h200_64
+from configs.pods.deepseek import deepseek_v4_flash_h200_128
 from configs.pods.glm4 import glm_4_5_air_h200_32
 from configs.pods.qwen3 import (
   qwen3_4b_h200_8,
@@ -22,7 +22,7 @@ from configs.quickstart import quickstart
 from configs.tiny import tiny_rl, tiny_sft
 
 __all__ = [
-  "deepseek_v4_flash_h200_64",
+  "deepseek_v4_flash_h200_128",
   "glm_4_5_air_h200_32",
   "gsm8k",
   "quickstart",

@@ -35,7 +35,6 @@ PODS = {
 NOT_PLANNED = {
   "qwen3_5_0_8b_h200_1",
   "qwen3_5_0_8b_v6e_1",
-  "deepseek_v4_flash_h200_64",
 }
 MODULES = {"tpu": "libtpu", "gpu": "jax_cuda13_plugin"}
 
