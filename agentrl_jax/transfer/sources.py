@@ -252,11 +252,15 @@ class Sources:
     return words[1:]
 
 
-class _Leading:
-  """The first process's end, as `stage` knows it."""
+class _End:
+  """What both ends of a round know of it."""
 
   def __init__(self, sources: Sources, task: Task):
     self.sources, self.same_buffers = sources, bool(task.staging)
+
+
+class _Leading(_End):
+  """The first process's end, as `stage` knows it."""
 
   def largest(self, amax: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
     flat = _flat(amax)
@@ -279,11 +283,8 @@ class _Leading:
     compare_replicas(everyone)
 
 
-class _Following:
+class _Following(_End):
   """The end of one of the others."""
-
-  def __init__(self, sources: Sources, task: Task):
-    self.sources, self.same_buffers = sources, bool(task.staging)
 
   def largest(self, amax: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
     self.sources._tell(_flat(amax).tobytes())

@@ -129,9 +129,9 @@ def fastest(
   receivers: Mapping[str, str] | None = None,
   windows: Mapping[str, str] | None = None,
 ) -> Choose:
-  """From fast to slow: one-sided writes with NIXL, files in shared memory, one-sided writes with
-  Mooncake, connections to receivers, each rank's own parameters in requests, whole buckets in
-  requests.
+  """The first that works of one-sided writes with NIXL, files in shared memory, one-sided writes
+  with Mooncake, connections to receivers, each rank's own parameters in requests, whole buckets in
+  requests. On one machine the first three are level (docs/transfer.md).
 
   With one rank `direct` moves what `bucket` does and only costs more here, so it is passed over.
 
