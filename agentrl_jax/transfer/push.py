@@ -295,7 +295,7 @@ class SGLangPublisher:
       moved = await transport.deliver(staged, peer.control, round.version)
       round.clock.count("deliver", moved.nbytes)
       if moved.how:
-        round.delivered[moved.how] = None
+        round.delivered.add(moved.how)
     except CallError as error:
       round.untouched.add(peer)
       round.leave(peer, State.ABORTED, error)
@@ -452,7 +452,7 @@ class SGLangPublisher:
       idle,
       receivers,
       message,
-      tuple(round.delivered),
+      tuple(sorted(round.delivered)),
     )
 
   def _release(self, key: str) -> None:

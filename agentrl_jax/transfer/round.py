@@ -57,7 +57,7 @@ class Round:
   untouched: set[Peer] = dataclasses.field(default_factory=set)  # left before the first byte
   lost: dict[Peer, str] = dataclasses.field(default_factory=dict)  # sends without an answer
   paused_at: dict[Peer, float] = dataclasses.field(default_factory=dict)
-  delivered: dict[str, None] = dataclasses.field(default_factory=dict)  # how, in order
+  delivered: set[str] = dataclasses.field(default_factory=set)  # how
   idle: float = 0.0
   fingerprint: str = ""
   whole: bool = True  # what is sent was staged by this process alone, or into its own buffers
