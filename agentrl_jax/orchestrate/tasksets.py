@@ -206,6 +206,7 @@ def mechanisms(
   first_seed: int = 0,
   seed: int = 0,
   worded: bool = True,
+  threshold: float = 1.0,
   renderer: MakeRenderer | None = None,
 ) -> Taskset:
   """Solved decision problems; no parameters are in train and held-out.
@@ -218,6 +219,8 @@ def mechanisms(
     first_seed: of the training tasks, so that demonstrations can be of others.
     seed: of the order of training tasks.
     worded: told in the closed vocabulary of `envs.mechanisms.words`, else as a story with tools.
+    threshold: the share of the way from the naive policy to the optimum from which an episode counts
+      as a success; rewards do not depend on it.
     renderer: how the model reads a story; default `chat_template()`.
   """
 
@@ -245,6 +248,7 @@ def mechanisms(
     held_out=make("held_out", held_out_tasks, 0),
     renderer=words if worded else renderer or chat_template(),
     combine=mechanisms_env.combine,
+    threshold=threshold,
   )
 
 
