@@ -5,7 +5,7 @@
 
 Compiles the step of `config:qwen3_4b_h200_8` for a mesh with only a context axis at two lengths,
 draws a line through the compiler's peaks, and compiles what the line says fits just so and what
-does not: memory is linear in T where those agree.
+does not: memory is linear in T where those agree. A second line goes through the last two peaks.
 """
 
 import json
@@ -21,6 +21,7 @@ LENGTHS = flags.DEFINE_list("lengths", ["16384", "32768"], "Positions a device, 
 SMOKE = flags.DEFINE_bool("smoke", False, "The two lengths only, nothing written.")
 OUTPUT = flags.DEFINE_string("output", "benchmarks/results/context_length.json", "Results.")
 UNIT = 1024  # positions a device
+TRIES = 4
 
 
 def peak(length: int, context: int) -> dict[str, Any]:
@@ -61,17 +62,23 @@ def peak(length: int, context: int) -> dict[str, Any]:
 
 
 def longest(context: int) -> list[dict[str, Any]]:
-  """The two points of the line, and the lengths on both sides of where it meets the capacity."""
+  """The two points of the line, then lengths where it meets the capacity until one fits, and one
+  that is 3 % longer and does not.
+  """
   points = [peak(int(length) * context, context) for length in LENGTHS.value]
   if SMOKE.value:
     return points
-  (x0, y0), (x1, y1) = ((p["length"], p["peak_bytes"]) for p in points)
   capacity = chips.CHIPS["h200"].memory
   assert capacity is not None
-  meets = x0 + (capacity - y0) * (x1 - x0) / (y1 - y0)
   unit = UNIT * context
-  fits = int(meets * 0.99) // unit * unit
-  return [*points, peak(fits, context), peak(int(fits * 1.03) // unit * unit, context)]
+  for _ in range(TRIES):
+    (x0, y0), (x1, y1) = [(p["length"], p["peak_bytes"]) for p in points if "peak_bytes" in p][-2:]
+    meets = x0 + (capacity - y0) * (x1 - x0) / (y1 - y0)
+    length = int(meets * 0.99) // unit * unit
+    points.append(peak(length, context))
+    if points[-1]["fits"]:
+      return [*points, peak(int(length * 1.03) // unit * unit, context)]
+  raise RuntimeError(f"none of {TRIES} lengths fits, the last was {length}: {points[-1]}")
 
 
 def main(argv: list[str]) -> None:

@@ -145,7 +145,8 @@ def make_step(
 
     value, found = jax.eval_shape(loss, compute, history, frozen, take(blocks, order[0]))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (both, history, value, found))
-    return jax.lax.fori_loop(0, busy.sum(dtype=jnp.int32), add_block, zeros)
+    with jax.named_scope(f"at_most_{len(busy)}_iterations"):  # read by `jaxpr_cost`
+      return jax.lax.fori_loop(0, busy.sum(dtype=jnp.int32), add_block, zeros)
 
   def step(state: TrainState, batch: LossBatch) -> tuple[TrainState, Metrics]:
     gradients, seen, value, (metrics, assigned) = gradients_of(state, batch)

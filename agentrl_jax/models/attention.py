@@ -9,6 +9,7 @@ share a key-value head, S counts keys.
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import flax.struct
@@ -409,9 +410,10 @@ def _blockwise_forward(
 
     zeros = jnp.zeros((*queries.shape[:-1], value.shape[-1]), jnp.float32)
     ones = zeros[..., :1]
-    mixed, total, peak = jax.lax.fori_loop(
-      0, columns.count(row), column_block, (zeros, ones, ones + _LOWEST_PEAK)
-    )
+    with _triangle(query):
+      mixed, total, peak = jax.lax.fori_loop(
+        0, columns.count(row), column_block, (zeros, ones, ones + _LOWEST_PEAK)
+      )
     safe = jnp.where(total > 0, total, 1.0)
     log_total = jnp.where(total > 0, peak + jnp.log(safe), 0.0)
     return (mixed / safe).astype(query.dtype), log_total[..., 0]
@@ -457,13 +459,19 @@ def _blockwise_backward(
       )
 
     start = jnp.zeros(queries_turned.shape, jnp.float32), *carry
-    query_grad, of_keys, of_values = jax.lax.fori_loop(0, columns.count(row), column_block, start)
+    with _triangle(query):
+      query_grad, of_keys, of_values = jax.lax.fori_loop(0, columns.count(row), column_block, start)
     turned_back = jnp.einsum("bkhgt->bkgth", query_grad).astype(query.dtype)
     return (of_keys, of_values), turned_back
 
   zeros = jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
   (key_grad, value_grad), query_grad = jax.lax.scan(row_block, zeros, jnp.arange(query.shape[0]))
   return query_grad, key_grad.astype(key.dtype), value_grad.astype(value.dtype), None, None
+
+
+def _triangle(query: Float[Array, "n ..."]) -> AbstractContextManager[None]:
+  """Says to `jaxpr_cost` how many blocks of keys a block of queries has in a row of one sample."""
+  return jax.named_scope(f"triangle_of_{len(query)}_blocks")
 
 
 def _added(blocks: Array, number: Int[Array, ""], more: Array) -> Array:

@@ -183,9 +183,12 @@ def _logits(temperature, parts, hidden, head, source, valid):
   return picked, logits / np.float32(temperature)
 
 
-def _chunks(valid, chunk):
+def _over_chunks(valid, chunk, body, start):
+  """Runs `body` for each chunk of columns until the fullest row ends."""
   fullest = valid.sum(1, dtype=jnp.int32).max()
-  return (fullest + chunk - 1) // chunk
+  most = -(-valid.shape[1] // chunk)
+  with jax.named_scope(f"at_most_{most}_iterations"):  # read by `jaxpr_cost`
+    return jax.lax.fori_loop(0, (fullest + chunk - 1) // chunk, body, start)
 
 
 def _compact_forward(temperature, chunk, parts, hidden, unembedding, source, target, valid, after):
@@ -204,7 +207,7 @@ def _compact_forward(temperature, chunk, parts, hidden, unembedding, source, tar
     return tuple(map(put, carry, (jnp.minimum(chosen - norm, 0.0), spread, norm)))
 
   zero = jnp.zeros(source.shape, jnp.float32)
-  logp, entropy, lse = jax.lax.fori_loop(0, _chunks(valid, chunk), body, (zero, zero, zero))
+  logp, entropy, lse = _over_chunks(valid, chunk, body, (zero, zero, zero))
   return (logp, entropy), (hidden, unembedding, source, target, valid, after, entropy, lse)
 
 
@@ -233,7 +236,7 @@ def _compact_backward(temperature, chunk, parts, residuals, cotangents):
   of_slots = parts.place(jnp.zeros((*source.shape, hidden.shape[2]), hidden.dtype), parts.axes[0])
   of_parts = jnp.zeros((parts.rows, parts.columns, *unembedding.shape), jnp.float32)
   start = of_slots, parts.place(of_parts, *parts.axes, None, _ANY)
-  of_slots, of_parts = jax.lax.fori_loop(0, _chunks(valid, chunk), body, start)
+  of_slots, of_parts = _over_chunks(valid, chunk, body, start)
   # A hidden state is read for one token at most: a gather, where a scatter would be slow.
   d_hidden = jnp.take_along_axis(of_slots, jnp.maximum(after, 0)[..., None], axis=1)
   d_hidden = jnp.where((after >= 0)[..., None], d_hidden, jnp.zeros((), hidden.dtype))

@@ -219,8 +219,8 @@ def mechanisms(
     first_seed: of the training tasks, so that demonstrations can be of others.
     seed: of the order of training tasks.
     worded: told in the closed vocabulary of `envs.mechanisms.words`, else as a story with tools.
-    threshold: the share of the way from the naive policy to the optimum from which an episode counts
-      as a success; rewards do not depend on it.
+    threshold: the share of the way from the naive policy to the optimum that makes an episode a
+      success; rewards do not depend on it.
     renderer: how the model reads a story; default `chat_template()`.
   """
 

@@ -22,10 +22,11 @@ Known = np.ndarray | None  # None: not known
 SMALL = 1 << 24  # elements of arrays worth computing
 MOST_ITERATIONS = 1 << 20
 
-# Scopes by which `models.grouped`, `models.moe` and `models.kernels` say what their shapes do not.
+# Scopes by which `models`, `ops.logprobs` and `learner.step` say what their shapes do not.
 _TILES = re.compile(r"tiles_of_(\d+)_in_(\d+)_groups_of_(\d+)_rows")
 _SHARE = re.compile(r"one_in_(\d+)_rows")
 _TRIANGLE = re.compile(r"triangle_of_(\d+)_blocks")
+_AT_MOST = re.compile(r"at_most_(\d+)_iterations")
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # where primitives that call keep what they call
 
 
@@ -53,10 +54,10 @@ class Count:
   def iterations(self, op_name: str) -> float | None:
     """Mean iterations of the loop that XLA knows by this name; None where it was not met.
 
-    A loop over tiles says it itself; its path is that of the implementation XLA did not choose.
+    Where the data were too large to compute with, the loop's scope says it, as `expected` reads it.
     """
     entered, iterations = self.loops.get(path_of(op_name), (0.0, 0.0))
-    return iterations / entered if entered else balanced_tiles(op_name)
+    return iterations / entered if entered else expected(op_name)
 
   def kernel(self, op_name: str) -> tuple[float, float] | None:
     """(FLOPs, bytes) of the kernel that XLA knows by this name; None where it was not met."""
@@ -74,15 +75,21 @@ def path_of(op_name: str) -> str:
   return "/".join(re.sub(r"transpose\(.*\)", "transpose", p) for p in kept)
 
 
-def balanced_tiles(path: str) -> int | None:
-  """Iterations of a grouped matmul's loop over tiles when all groups have equally many rows; None
-  of another loop.
+def expected(path: str) -> float | None:
+  """Iterations of a loop on data that are not known, by the scope directly around it; else None.
+
+  A grouped matmul's loop over tiles has those of groups with equally many rows, attention over
+  blocks of keys those of a row that is one sample, and one with a most has the most.
   """
-  found = _TILES.search(path)
-  if found is None:
-    return None
-  block, groups, rows = map(int, found.groups())
-  return groups * math.ceil(rows / (_share(path) * groups * block))
+  tiles = _TILES.search(path)
+  if tiles is not None:
+    block, groups, rows = map(int, tiles.groups())
+    return groups * math.ceil(rows / (_share(path) * groups * block))
+  around = path.split("/")[-2:-1]
+  triangle, most = (scope.search("".join(around)) for scope in (_TRIANGLE, _AT_MOST))
+  if triangle is not None:
+    return (int(triangle[1]) + 1) / 2
+  return None if most is None else int(most[1])
 
 
 def _share(path: str) -> int:
@@ -354,9 +361,9 @@ def _unknown_while(
   if not done:
     once = Count()
     _run(once, body.jaxpr, _consts(body), [*of_body, *carry], path)
-    expected = balanced_tiles(path)
-    if expected is not None:
-      total.add(once, expected)
+    iterations = expected(path)
+    if iterations is not None:
+      total.add(once, iterations)
       return carry
     total.add(once)
   total.unknown[path_of(path)] = None

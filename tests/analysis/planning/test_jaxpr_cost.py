@@ -8,6 +8,7 @@ import pytest
 from agentrl_jax.analysis.planning import jaxpr_cost
 from agentrl_jax.analysis.planning.jaxpr_cost import known_leaves, path_of
 from agentrl_jax.models import attention, llama, remat
+from agentrl_jax.ops.logprobs import token_logprobs
 
 CONFIG = llama.Config(
   vocab_size=64, embed=16, ffw=48, layers=3, heads=4, kv_heads=2, head_dim=8, max_position=64,
@@ -80,6 +81,36 @@ def test_what_the_data_does_not_tell_is_named_and_counted_once():
   args = (jax.ShapeDtypeStruct((8, 8), jnp.float32),)
   counts = jaxpr_cost.count(jax.make_jaxpr(until)(*args), known_leaves(args))
   assert counts.flops == 2 * 8**3 and list(counts.unknown) == ["while"]
+
+
+@pytest.mark.parametrize("differentiate", [False, True])
+def test_loops_on_data_not_known_run_as_long_as_those_of_the_fullest_batch(differentiate):
+  """Attention in blocks and log-probs say so, of rows that are one sample of actions."""
+  rows, length, width, words = 2, 512, 16, 64
+  head = np.ones((width, words), np.float32)
+
+  def f(hidden, tokens, sample, action):
+    heads = hidden.reshape(rows, length, 2, 8)
+    mixed = attention.attend_blockwise(heads, heads, heads, sample).reshape(hidden.shape)
+    logp, entropy = token_logprobs(mixed, head, tokens, sample, action, chunk=128)
+    return (logp + entropy).sum()
+
+  g = jax.grad(f) if differentiate else f
+  hidden = jax.ShapeDtypeStruct((rows, length, width), jnp.float32)
+  tokens = np.zeros((rows, length), np.int32)
+  known = hidden, tokens, tokens, np.ones((rows, length), bool)
+  jaxpr = jax.make_jaxpr(g)(*known)
+  told, untold = (
+    jaxpr_cost.count(jaxpr, known_leaves(args))
+    for args in (known, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), known))
+  )
+  assert told.flops == untold.flops and not untold.unknown
+  for name, iterations in (
+    ("jit(f)/jvp(at_most_4_iterations)/while", 4),
+    ("jit(f)/while/body/triangle_of_4_blocks/while", 2.5),
+    ("jit(f)/at_most_4_iterations/while/body/while", None),
+  ):
+    assert untold.iterations(name) == iterations
 
 
 def test_the_branch_taken_or_the_dearest():
