@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import warnings
 from pathlib import Path
 
@@ -31,10 +32,12 @@ from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer
 from agentrl_jax.transfer.control import CallError
 from agentrl_jax.transfer.push import sglang_publisher
 from agentrl_jax.transfer.report import State
+from agentrl_jax.transfer.transports import nixl
 from agentrl_jax.transfer.transports.auto import Servers, Windows, fastest, one_sided
 from agentrl_jax.transfer.transports.mooncake import Mooncake
 from agentrl_jax.transfer.transports.nixl import Nixl
 from agentrl_jax.transfer.transports.window import (
+  Aim,
   OneSidedTransport,
   ask,
   opening,
@@ -192,6 +195,33 @@ def test_bytes_reach_the_memory_of_another_process(library, process):
   with pytest.raises(CallError, match="told nothing: is the token its own"):
     asyncio.run(moved(transport(library, process.port, "another"), staged(way, key="run-4")))
   way.close()
+
+
+def test_a_window_that_nobody_writes_to_takes_no_core(library, process):
+  way = transport(library, process.port)
+  asyncio.run(moved(way, staged(way)))
+
+  def seconds():
+    fields = Path(f"/proc/{process.popen.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+  before = seconds()
+  time.sleep(2.0)
+  assert seconds() - before < 0.3  # one that polls takes what it gets
+  way.close()
+
+
+def test_memory_that_cannot_be_registered_is_refused(monkeypatch):
+  class Agent:
+    def register_memory(self, *_):
+      raise RuntimeError("no more locked memory")
+
+  api = types.SimpleNamespace(nixl_agent=lambda *_: Agent(), nixl_agent_config=lambda: None)
+  monkeypatch.setattr(nixl, "_api", lambda: api)
+  aim = Aim("http://server: window", "127.0.0.1", {}, ())
+  with pytest.raises(CallError, match=r"window: NIXL: RuntimeError no more locked") as caught:
+    Nixl().writer(Peer.url, [np.zeros(4, np.uint8)], [aim])
+  assert caught.value.failure == "refused"
 
 
 @pytest.mark.parametrize("when", ["before", "between", "frozen"])

@@ -43,9 +43,12 @@ class _Writer:
 
   def __init__(self, buffers: Sequence[np.ndarray], aims: Sequence[Aim]):
     api = _api()
-    self._agent: Any = api.nixl_agent(f"writer-{uuid.uuid4().hex}", api.nixl_agent_config())
     self._buffers = buffers  # as long as the agent may read them
-    self._agent.register_memory([(b.ctypes.data, b.nbytes, 0, "") for b in buffers], "DRAM")
+    try:
+      self._agent: Any = api.nixl_agent(f"writer-{uuid.uuid4().hex}", api.nixl_agent_config())
+      self._agent.register_memory([(b.ctypes.data, b.nbytes, 0, "") for b in buffers], "DRAM")
+    except Exception as error:  # its exceptions have no common base
+      raise _failed("refused", aims[0].where, error) from error
     self._states: dict[Any, str] = {}
     self._where: dict[Any, str] = {}
     for aim in aims:
@@ -60,7 +63,7 @@ class _Writer:
           self._agent.get_xfer_descs(remote, aim.found["memory"]),
           other,
         )
-      except Exception as error:  # its exceptions have no common base
+      except Exception as error:  # as above
         raise _failed("unreachable", aim.where, error) from error
       self._states[handle], self._where[handle] = "PROC", aim.where
 

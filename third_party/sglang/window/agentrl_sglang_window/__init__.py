@@ -25,6 +25,7 @@ import uuid
 PORT = "AGENTRL_WINDOW_PORT"
 PROTOCOL = "AGENTRL_MOONCAKE_PROTOCOL"
 _SECONDS = 10.0  # for a peer to send its line
+_PATIENCE = 10_000  # microseconds that NIXL's thread sleeps unless something arrives
 
 
 def register() -> None:
@@ -103,8 +104,7 @@ class Nixl:
   """Adds {"agent": base64, "memory": "DRAM" | "VRAM", "device": number}."""
 
   def __init__(self):
-    api = nixl_api()
-    self._agent = api.nixl_agent(f"window-{uuid.uuid4().hex}", api.nixl_agent_config())
+    self._agent = patient_agent(nixl_api(), f"window-{uuid.uuid4().hex}")
     self._places, self._registered = None, None
 
   def open(self, places, device, host):
@@ -163,6 +163,25 @@ def nixl_api():
     if importlib.util.find_spec(name):
       return importlib.import_module(f"{name}._api")
   raise ImportError("NIXL is not installed: pip install --no-deps nixl-cu13")
+
+
+def patient_agent(api, name):
+  """An agent whose thread sleeps until something arrives.
+
+  NIXL's Python interface sets that thread's delay to 0: it would poll, and keep a core of the
+  server's machine busy, for as long as the agent lives.
+  """
+  bindings, config = api.nixlBind, api.nixlBind.nixlAgentConfig
+
+  class Patient(config):
+    def __setattr__(self, field, value):
+      super().__setattr__(field, _PATIENCE if field == "pthrDelay" else value)
+
+  bindings.nixlAgentConfig = Patient
+  try:
+    return api.nixl_agent(name, api.nixl_agent_config())
+  finally:
+    bindings.nixlAgentConfig = config
 
 
 def mooncake_engine():
