@@ -23,6 +23,7 @@ from agentrl_jax.rollout.engine import EngineDead, EngineError, Finish, Generati
 from agentrl_jax.rollout.sglang_server import SGLangServer
 
 POLL_SECONDS = 0.2  # how often the launcher is asked whether the process still runs
+KEEP_SECONDS = 2.0  # that a connection may rest and be used again
 FULL_SUPPORT: Mapping[
   str, Any
 ] = {  # stated, since a model's generation_config changes the defaults
@@ -211,7 +212,8 @@ class SGLangEngine:
     """This event loop's connections; a pool cannot outlive the loop that opened it."""
     loop = asyncio.get_running_loop()
     if self._http is None or self._loop is not loop:
-      limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+      # The server ends what has rested for 5 s: what is sent into that moment is lost.
+      limits = httpx.Limits(max_keepalive_connections=64, keepalive_expiry=KEEP_SECONDS)
       # trust_env off: a proxy set for the outside world must not see requests to our own servers.
       self._http = httpx.AsyncClient(
         base_url=self.url, timeout=None, limits=limits, trust_env=False

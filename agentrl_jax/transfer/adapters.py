@@ -17,14 +17,13 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import httpx
 import jax
 import numpy as np
 
 from agentrl_jax.models import lora
 from agentrl_jax.models.lora import Adapters, Lora
 from agentrl_jax.models.model import Model
-from agentrl_jax.transfer.control import CallError, Control
+from agentrl_jax.transfer.control import CallError, Control, make_client
 from agentrl_jax.transfer.report import Clock, PushError, PushReport, State
 from agentrl_jax.transfer.round import process_of
 from agentrl_jax.transfer.stage import check_replicas, fingerprint_of, leaves
@@ -181,7 +180,7 @@ class AdapterPublisher:
     self.model, self.how, self.requests = model, how, requests
     self.run_id, self.deadline = run_id, deadline
     self.blocked = ""  # why new rounds are refused
-    self._client = httpx.AsyncClient(trust_env=False)  # no proxy between us and our servers
+    self._client = make_client()
     self._servers = [_Server(Control(url, self._client, deadline)) for url in urls]
     self._named = ("", "")  # what requests name, and its fingerprint
     self._retiring: dict[str, asyncio.Task[None]] = {}

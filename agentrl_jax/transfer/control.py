@@ -12,6 +12,7 @@ from agentrl_jax.transfer.report import PushError
 
 PauseMode = Literal["retract", "abort"]
 Failure = Literal["unreachable", "refused", "lost"]
+KEEP_SECONDS = 2.0  # that a connection may rest
 
 
 class CallError(PushError):
@@ -38,6 +39,15 @@ class RankChecksum(NamedTuple):
 
   rank: int
   tensors: Mapping[str, str]
+
+
+def make_client() -> httpx.AsyncClient:
+  """The connections of a publisher, for all of its servers.
+
+  No proxy stands between. One that has rested is used again only while the server, which ends it
+  after 5 s (uvicorn), cannot be about to: what is sent into that moment is lost.
+  """
+  return httpx.AsyncClient(trust_env=False, limits=httpx.Limits(keepalive_expiry=KEEP_SECONDS))
 
 
 class Control:

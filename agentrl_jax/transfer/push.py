@@ -15,19 +15,18 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import httpx
 import jax
 import numpy as np
 
 from agentrl_jax.models.model import Model
 from agentrl_jax.ops.quantize import OCP, Quantization
 from agentrl_jax.ops.quantize import check as check_quantization
-from agentrl_jax.transfer.control import CallError, Control, Held, PauseMode
+from agentrl_jax.transfer.control import CallError, Control, Held, PauseMode, make_client
 from agentrl_jax.transfer.engine_layout import checksums_of, expected_checksums, push_plan
 from agentrl_jax.transfer.plan import Plan, Tensor
 from agentrl_jax.transfer.report import PushError, PushReport, State
 from agentrl_jax.transfer.round import Peer, Round, differences, twice
-from agentrl_jax.transfer.sources import SourceError, Sources, Task
+from agentrl_jax.transfer.sources import STAGE_ERRORS, Sources, Task
 from agentrl_jax.transfer.stage import Staged, source_layout, stage
 from agentrl_jax.transfer.transports import (
   Delivers,
@@ -94,7 +93,7 @@ class SGLangPublisher:
     self.blocked = ""  # why new rounds are refused
     self.published = ""  # fingerprint of the last commit
     self.published_whole = True  # that fingerprint is of whole tensors, not of parts
-    self._client = httpx.AsyncClient(trust_env=False)  # no proxy between us and our servers
+    self._client = make_client()
     self._peers = [Peer(Control(url, self._client, deadline)) for url in urls]
     self._plans: dict[tuple[tuple[Tensor, ...], str, int], Plan] = {}
     self._held_staging: dict[str, Staged] = {}  # of UNKNOWN rounds: a server may still read it
@@ -203,7 +202,8 @@ class SGLangPublisher:
         held = await peer.control.held()
         await peer.meet()
       except CallError as error:
-        round.leave(peer, State.FENCED, error)
+        round.untouched.add(peer)
+        round.leave(peer, State.ABORTED, error)
         return
       if held.run_id not in (None, self.run_id):
         refused.append(f"{peer.control.url} serves run {held.run_id!r}, this is {self.run_id!r}")
@@ -255,10 +255,14 @@ class SGLangPublisher:
         return stage(chosen, weights, self.transport.allocate(chosen, round.key), round.key)
       return self.sources.stage(self._task(chosen, round), chosen, weights, self.transport)
 
+    working = asyncio.ensure_future(asyncio.to_thread(work))
     try:
-      staged = await asyncio.to_thread(work)
-    except (ValueError, OSError, MemoryError, SourceError) as error:
+      staged = await asyncio.shield(working)
+    except BaseException as error:
+      await asyncio.gather(working, return_exceptions=True)  # a cancelled round's thread goes on
       self.transport.release(round.key)
+      if not isinstance(error, STAGE_ERRORS):
+        raise
       for peer in list(round.live):
         round.leave(peer, State.ABORTED, f"stage: {error}")
       return None
@@ -288,7 +292,13 @@ class SGLangPublisher:
     peers: Iterable[Peer],
     act: Callable[[Round, Peer], Awaitable[None]],
   ) -> None:
-    await asyncio.gather(*(act(round, peer) for peer in peers if peer in round.live))
+    """Acts on all that are still in the round. What no act should raise is raised when all of them
+    have ended: nothing of the round may go on behind the caller's back.
+    """
+    acts = (act(round, peer) for peer in peers if peer in round.live)
+    for result in await asyncio.gather(*acts, return_exceptions=True):
+      if result is not None:
+        raise result
 
   async def _deliver(self, round: Round, peer: Peer, transport: Delivers, staged: Staged) -> None:
     try:
@@ -418,8 +428,7 @@ class SGLangPublisher:
     for peer in round.untouched:
       try:
         if round.live:
-          if peer not in round.paused_at:
-            await peer.control.pause(self.pause_mode)
+          await peer.control.pause(self.pause_mode)  # again, where its answer was no, or lost
           raise CallError("refused", f"{peer.control.url} missed version {round.version}")
         if peer in round.paused_at:
           await twice(peer.control.resume)

@@ -39,6 +39,10 @@ class SourceError(PushError):
   """A process that holds some of the shards failed, or gave no word in time."""
 
 
+# What a part may fail by: JAX's own is, above all, a device without memory for a cast.
+STAGE_ERRORS = (SourceError, ValueError, OSError, MemoryError, jax.errors.JaxRuntimeError)
+
+
 class Task(NamedTuple):
   """What makes the plan and the staging of a round on every process."""
 
@@ -146,7 +150,7 @@ class Sources:
         return
       try:
         self._take_part(_task(words), model, weights)
-      except (SourceError, ValueError, OSError, MemoryError) as error:
+      except STAGE_ERRORS as error:
         self._say(_FAILED + str(error).encode())
 
   def _take_part(self, task: Task, model: Model, weights: Any) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import random
+import threading
 import time
 from collections import namedtuple
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from agentrl_jax.models import llama
+from agentrl_jax.transfer import push
 from agentrl_jax.transfer.push import sglang_publisher
 from agentrl_jax.transfer.report import PushError, State
 from agentrl_jax.transfer.transports.disk import DiskTransport
@@ -279,10 +281,12 @@ def test_one_dead_replica_does_not_stop_the_others(tmp_path, weights):  # W20
   published(tmp_path, test, servers=3)
 
 
-def test_a_replica_that_cannot_pause_is_fenced_beside_a_commit(tmp_path, weights):
+@pytest.mark.parametrize("fault", ["lose", "refuse", "drop"])
+@pytest.mark.parametrize("route", ["/model_info", "/server_info", "/pause_generation"])
+def test_a_replica_that_missed_a_commit_is_fenced(tmp_path, weights, route, fault):
   async def test(publisher, fakes):
     await publisher.publish(at(weights, 1), 1)
-    fakes[0].faults["/pause_generation"] = ["lose"]
+    fakes[0].faults[route] = [fault]
     report = await publisher.publish(at(weights, 2), 2)
     assert report.state is State.PARTIAL
     assert report.receivers[fakes[0].url] is State.FENCED
@@ -309,6 +313,72 @@ def test_an_interrupted_round_must_be_recovered_from(tmp_path, weights):
     assert (await publisher.publish(at(weights, 2), 2)).state is State.COMMITTED
 
   published(tmp_path, test)
+
+
+def test_a_round_that_is_cancelled_while_it_stages_leaves_nothing(tmp_path, weights, monkeypatch):
+  """Its thread goes on, and allocates only then."""
+  begun, release = threading.Event(), threading.Event()
+
+  async def test(publisher, fakes):
+    allocate = publisher.transport.allocate
+
+    def late(*arguments):
+      begun.set()
+      release.wait(20)
+      return allocate(*arguments)
+
+    monkeypatch.setattr(publisher.transport, "allocate", late)
+    running = asyncio.create_task(publisher.publish(at(weights, 1), 1))
+    await asyncio.to_thread(begun.wait, 20)
+    running.cancel()
+    release.set()
+    with pytest.raises(asyncio.CancelledError):
+      await running
+    assert list(tmp_path.iterdir()) == []
+    assert fakes[0].version == "default"
+    await publisher.recover()
+    assert (await publisher.publish(at(weights, 1), 1)).state is State.COMMITTED
+
+  published(tmp_path, test)
+
+
+def test_a_device_without_memory_changes_nothing(tmp_path, weights, monkeypatch):
+  async def test(publisher, fakes):
+    def full(*arguments):
+      raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(push, "stage", full)
+    report = await publisher.publish(at(weights, 1), 1)
+    assert (report.state, report.message) == (
+      State.ABORTED, "stage: RESOURCE_EXHAUSTED: out of memory",
+    )  # fmt: skip
+    assert not fakes[0].paused and list(tmp_path.iterdir()) == []
+
+  published(tmp_path, test)
+
+
+def test_a_round_that_breaks_ends_before_it_says_so(tmp_path, weights, monkeypatch):
+  """Of two servers one meets an error that nothing foresees: the other is not written to later."""
+
+  async def test(publisher, fakes):
+    send, ended = publisher.transport.send, []
+
+    async def breaking(staged, peer, ranks):
+      if peer.url == fakes[0].url:
+        raise RuntimeError("a bug")
+      await asyncio.sleep(0.1)
+      await send(staged, peer, ranks)
+      ended.append(peer.url)
+
+    monkeypatch.setattr(publisher.transport, "send", breaking)
+    with pytest.raises(RuntimeError, match="a bug"):
+      await publisher.publish(at(weights, 1), 1)
+    assert ended == [fakes[1].url]
+    monkeypatch.undo()
+    await publisher.recover()
+    assert (await publisher.publish(at(weights, 1), 1)).state is State.COMMITTED
+
+  published(tmp_path, test, servers=2)
 
 
 def test_fifty_rounds_with_random_faults(tmp_path, weights):  # W28
