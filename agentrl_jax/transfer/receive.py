@@ -16,11 +16,14 @@ import itertools
 import math
 import os
 import secrets
+import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +39,9 @@ from agentrl_jax.transfer.wire import Base, BaseError, Command, Entry, Frame, Wi
 
 TOKEN = "AGENTRL_TRANSFER_TOKEN"  # the environment variable that both ends read it from
 DEFAULT_ROOT = f"{SHARED_MEMORY}-received"
+_START_SECONDS = 120.0  # for a process to say where it receives
+_DROP_SECONDS = 3.0  # for buckets that are being written into memory
+_ACCEPT_SECONDS = 0.1  # before it is tried again
 
 
 class FileReceiver:
@@ -68,6 +74,7 @@ class FileReceiver:
     self._rounds: dict[tuple[int, int], _Round] = {}
     self._lock = threading.Lock()
     self._sockets: set[socket.socket] = set()
+    self._closed = False
     self.root.mkdir(parents=True, mode=0o700, exist_ok=True)
     self._listener = socket.create_server((host, port), backlog=connections)
     threading.Thread(target=self._accept, name="receive", daemon=True).start()
@@ -81,6 +88,7 @@ class FileReceiver:
   def close(self) -> None:
     """Stops listening and drops every round. Idempotent."""
     with self._lock:
+      self._closed = True
       sockets, self._sockets = self._sockets, set()
       rounds, self._rounds = self._rounds, {}
     _shut(self._listener)
@@ -94,10 +102,13 @@ class FileReceiver:
     while True:
       try:
         connection, _ = self._listener.accept()
-      except OSError:  # closed
-        return
+      except OSError:
+        if self._closed:
+          return
+        time.sleep(_ACCEPT_SECONDS)  # who came is gone again, or no descriptor is free
+        continue
       with self._lock:
-        room = len(self._sockets) < self.connections
+        room = len(self._sockets) < self.connections and not self._closed
         if room:
           self._sockets.add(connection)
       if not room:
@@ -137,12 +148,12 @@ class FileReceiver:
     if first.begin is not None:
       base = first.begin.base
       with self._lock:
+        if id in self._rounds:  # its files have the same names
+          raise WireError(f"round {first.round} was begun before")
         held = None if base is None else self._rounds.get((base.round, base.version))
       round = _Round(first, self.root, held)
       began.append(round)
       with self._lock:
-        if id in self._rounds:
-          raise WireError(f"round {first.round} was begun before")
         self._rounds[id] = round
     else:
       with self._lock:
@@ -190,7 +201,7 @@ class _Round:
     self._numbers = itertools.count(1)
     self._places: dict[str, _Place] = {}
     self._mapped: dict[str, np.ndarray] = {}  # of what comes in parts
-    self._lock = threading.Lock()
+    self._lock = threading.Condition()
     self._writing = 0
     self._given_up = ""  # why it takes nothing more
 
@@ -228,6 +239,7 @@ class _Round:
         self._places |= places
         self._given_up = self._given_up or failed
         self._writing -= 1
+        self._lock.notify_all()
     return ""
 
   def _target(self, name: str) -> np.ndarray:
@@ -284,6 +296,7 @@ class _Round:
     """Removes the files; when it returns they are gone, whoever removed them."""
     with self._lock:
       self._given_up = self._given_up or " by its sender"
+      self._lock.wait_for(lambda: not self._writing, _DROP_SECONDS)  # a new file would stay
       self._mapped = {}
       for directory in (self.partial, self.directory):
         shutil.rmtree(directory, ignore_errors=True)
@@ -427,7 +440,8 @@ class ReceiverProcess:
       cwd=Path(__file__).parents[2],
     )
     assert self._process.stdout is not None
-    line = self._process.stdout.readline().strip()
+    said, _, _ = select.select([self._process.stdout], [], [], _START_SECONDS)
+    line = self._process.stdout.readline().strip() if said else ""
     if not line.startswith("receiving at "):
       self.close()
       raise OSError(f"the receiver did not start: {line or 'no word from it'}")
@@ -458,6 +472,10 @@ def main() -> None:
   token = os.environ.get(TOKEN)
   if not token:
     sys.exit(f"${TOKEN} is empty: give both ends the same secret")
+  # However it is stopped (docker, SLURM, kill), what it holds in memory must go.
+  signal.signal(signal.SIGTERM, signal.default_int_handler)
+  if arguments.with_parent:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
   receiver = FileReceiver(arguments.root, token, host=arguments.host, port=arguments.port)
   print(f"receiving at {receiver.address}", flush=True)
   with contextlib.suppress(KeyboardInterrupt):

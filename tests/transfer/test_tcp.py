@@ -7,9 +7,13 @@ import collections
 import contextlib
 import errno
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -192,6 +196,42 @@ def test_a_receiver_takes_only_what_was_agreed(tmp_path):
   receiver.close()
 
 
+def test_a_round_that_is_begun_twice_keeps_its_files(tmp_path):
+  receiver = FileReceiver(tmp_path, TOKEN)
+  opened = wire.encode_begin(7, 1, wire.Begin(TOKEN, "run-1", ()))
+  end = wire.encode_end(7, 1, wire.End(0, 0, 0, fingerprint_of([])))
+  host, port = receiver.address.rsplit(":", 1)
+  with socket.create_connection((host, int(port)), 10.0) as first:
+    for frame in (opened, end):
+      first.sendall(frame)
+      receive.read_answer(first)
+    assert "round 7 was begun before" in refused(receiver.address, opened)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert "a frame after the end" in refused(receiver.address, wire.encode_join(7, 1, TOKEN), end)
+  gone_within(tmp_path, 5.0)
+  receiver.close()
+
+
+def test_a_receiver_without_descriptors_listens_again(tmp_path, monkeypatch):
+  receiver = FileReceiver(tmp_path, TOKEN)
+  listener, left = receiver._listener, [OSError(errno.EMFILE, "Too many open files")]
+
+  class Short:
+    def __getattr__(self, name):
+      return getattr(listener, name)
+
+    def accept(self):
+      if left:
+        raise left.pop()
+      return listener.accept()
+
+  monkeypatch.setattr(receiver, "_listener", Short())
+  for _ in range(2):  # the first is taken by the accept that waits already
+    assert "not begun" in refused(receiver.address, wire.encode_join(7, 1, TOKEN))
+  assert not left
+  receiver.close()
+
+
 def test_a_bucket_that_was_not_written_is_not_vouched_for(tmp_path, monkeypatch):
   """Its file system filled up on one connection, and END comes on the other."""
   receiver = FileReceiver(tmp_path, TOKEN)
@@ -251,7 +291,8 @@ def test_faults_on_the_way_touch_no_server(tmp_path, connections, capsys):  # W9
 
   async def main():
     version, ended = 1, collections.Counter()
-    async with rig(tmp_path, 1, 1.0, transport=transport) as (publisher, (fake,)):
+    async with rig(tmp_path, 1, 20.0, transport=transport) as (publisher, (fake,)):
+      (peer,) = publisher._peers
       assert (await publisher.publish(at(weights, 1), 1)).state is State.COMMITTED
       frames = tap.seen
       assert frames > 4 + connections
@@ -260,10 +301,12 @@ def test_faults_on_the_way_touch_no_server(tmp_path, connections, capsys):  # W9
           before = None if fake.paused else fake.answer()
           version += 1
           tap.arm(fault, n)
+          peer.control.deadline = 1.0 if fault == "hang" else 20.0
           start = time.monotonic()
           report = await publisher.publish(at(weights, version), version)
           assert time.monotonic() - start < 8.0, (fault, n)
           tap.arm(None, -1)
+          peer.control.deadline = 20.0
           ended[str(report.state)] += 1
           if report.state is State.ABORTED:
             assert f"{fake.url}: receiver {tap.address} " in report.message
@@ -338,12 +381,38 @@ def test_a_receiver_process_ends_with_its_owner(tmp_path):
   asyncio.run(transport.deliver(packed, Peer(), 1))
   assert len(list(tmp_path.iterdir())) == 1
   pid = process._process.pid
+  process._process.send_signal(signal.SIGINT)  # Ctrl-C reaches it too, and is its owner's to handle
+  time.sleep(0.2)
+  assert process._process.poll() is None
   transport.close()
   assert process._process.poll() is not None
   assert not os.path.exists(f"/proc/{pid}")
   assert list(tmp_path.iterdir()) == []
   with pytest.raises(OSError, match="the receiver did not start"):
     ReceiverProcess("/proc/nowhere")
+
+
+def test_a_receiver_that_is_terminated_leaves_nothing(tmp_path):
+  process = subprocess.Popen(
+    [sys.executable, "-m", "agentrl_jax.transfer.receive", f"--root={tmp_path}"],
+    stdout=subprocess.PIPE,
+    text=True,
+    env=os.environ | {receive.TOKEN: TOKEN},
+    cwd=Path(__file__).parents[2],
+  )
+  try:
+    assert process.stdout is not None
+    address = process.stdout.readline().strip().removeprefix("receiving at ")
+    transport = TcpTransport({Peer.url: address}, TOKEN)
+    asyncio.run(transport.deliver(staged(transport), Peer(), 1))
+    assert len(list(tmp_path.iterdir())) == 1
+    process.terminate()
+    assert process.wait(30) == 0
+    assert list(tmp_path.iterdir()) == []
+    transport.close()
+  finally:
+    process.kill()
+    process.communicate()
 
 
 def test_auto_takes_receivers_that_answer(tmp_path, monkeypatch):

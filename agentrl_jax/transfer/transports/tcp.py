@@ -16,7 +16,7 @@ import queue
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -246,7 +246,7 @@ class _Link:
     self.path = ""
     self.since: _From | None = None
     self._sockets: list[socket.socket] = []
-    self._closed = False
+    self._closed = self._in_use = False
 
   def deliver(self, staged: Staged, token: str, connections: int, since: _From | None) -> None:
     """Opens the round, sends every bucket, and has END checked. Raises CallError or BaseError."""
@@ -255,22 +255,24 @@ class _Link:
     dtypes = {segment.name: segment.dtype for segment in plan.segments}
     tensors = tuple((n, shape, dtypes[n]) for n, shape in published_shapes(plan).items())
     begin = Begin(token, staged.key, tensors, since and since.base)
-    control = self._connect()
-    self._exchange(control, wire.encode_begin(self.round, self.version, begin))
-    others = None
-    if staged.join is not None:
-      others = functools.partial(
-        staged.join,
-        Joining(self.where, self.address, self.deadline, self.version, self.round, token,
-                connections),
-      )  # fmt: skip
-    self._send_all(control, staged, token, connections, others)
-    end = End(len(plan.buckets), len(tensors), plan.nbytes, staged.fingerprint)
-    self.path = self._exchange(control, wire.encode_end(self.round, self.version, end)).path
+    with self._used():
+      control = self._connect()
+      self._exchange(control, wire.encode_begin(self.round, self.version, begin))
+      others = None
+      if staged.join is not None:
+        others = functools.partial(
+          staged.join,
+          Joining(self.where, self.address, self.deadline, self.version, self.round, token,
+                  connections),
+        )  # fmt: skip
+      self._send_all(control, staged, token, connections, others)
+      end = End(len(plan.buckets), len(tensors), plan.nbytes, staged.fingerprint)
+      self.path = self._exchange(control, wire.encode_end(self.round, self.version, end)).path
 
   def join(self, staged: Staged, token: str, connections: int) -> None:
     """Sends the buckets that are here into a round that another process opened."""
-    self._send_all(self.join_round(token), staged, token, connections, None)
+    with self._used():
+      self._send_all(self.join_round(token), staged, token, connections, None)
 
   def _send_all(
     self,
@@ -308,7 +310,21 @@ class _Link:
     for connection in self._sockets:
       with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-      connection.close()
+      if not self._in_use:
+        connection.close()
+
+  @contextlib.contextmanager
+  def _used(self) -> Iterator[None]:
+    """While threads use the connections these are shut down, but not closed: a descriptor that is
+    free becomes another connection's, and who was about to wait for this one would wait for that.
+    """
+    self._in_use = True
+    try:
+      yield
+    finally:
+      self._in_use = False
+      if self._closed:
+        self.close()
 
   def join_round(self, token: str) -> socket.socket:
     """A further connection of a round that was begun."""
