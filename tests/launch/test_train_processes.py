@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 
 import numpy as np
 import pytest
@@ -12,12 +11,7 @@ from safetensors.numpy import load_file
 from tests.launch.commands import finish, run_refused, start
 from tests.launch.small_runs import STEPS, command, rows, sampled, wait_for_steps
 from tests.launch.test_train_kills import server_processes
-
-
-def free_port() -> int:
-  with socket.socket() as probe:
-    probe.bind(("127.0.0.1", 0))
-    return probe.getsockname()[1]
+from tests.ports import free_port
 
 
 def test_two_processes_train_as_one_does(whole, places, tmp_path):

@@ -189,7 +189,7 @@ def test_the_deadline_says_what_was_waited_for():
   world = World()
   engine = FakeEngine(turn, name="e1", alive=False)
   with pytest.raises(CollectionTimeout) as caught:
-    collect(engine, world, seconds=0.5)
+    collect(engine, world, seconds=2.0)
   message = str(caught.value)
   assert message.startswith("step-4: 2/3 groups, 4 running (oldest ")
   assert message.endswith(" s, env echo), engine e1 dead")
@@ -201,7 +201,7 @@ def test_an_engine_that_does_not_restart_in_time_is_a_timeout():
     await asyncio.Event().wait()
 
   with pytest.raises(CollectionTimeout, match="did not restart in time"):
-    collect(Dying(3).engine, World(), recover=recover, seconds=0.5)
+    collect(Dying(3).engine, World(), recover=recover, seconds=2.0)
 
 
 def test_cancelling_a_collection_closes_every_environment():
@@ -215,7 +215,8 @@ def test_cancelling_a_collection_closes_every_environment():
     task = asyncio.create_task(
       collect_groups(play, [Task("echo", "train", 0, {})], Collection(5), label="a", seed=0)
     )
-    await asyncio.sleep(0.1)
+    while play.engine.running < 5:
+      await asyncio.sleep(0.001)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
       await task

@@ -243,7 +243,7 @@ def test_the_wall_limit_aborts_the_request_and_cuts():
 
   left = [said(CALL)]
   engine = FakeEngine(lambda *_: left.pop() if left else slow())
-  result = run(play(seen("3"), engine, seconds=0.3))
+  result = run(play(seen("3"), engine, seconds=1.5))
   assert result.cut_reason == "wall" and result.info["turns"] == 1
   assert engine.aborted == ["t/0/1"]
   none = run(play(seen("3"), FakeEngine(lambda *_: slow()), seconds=0.05))

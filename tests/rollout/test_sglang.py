@@ -325,10 +325,10 @@ def test_missed_heartbeats_end_a_call_long_before_its_deadline(serve):
 
 def test_a_slow_answer_with_good_heartbeats_is_waited_for(serve):
   def reply(body):
-    time.sleep(1.0)
+    time.sleep(2.0)
     return 200, json.dumps(good_answer()).encode()
 
-  engine = SGLangEngine(serve(reply).url, VOCABULARY, heartbeat_seconds=0.1, misses=2)
+  engine = SGLangEngine(serve(reply).url, VOCABULARY, heartbeat_seconds=0.5, misses=2)
   assert generate(engine).finish == "stop"
 
 

@@ -217,7 +217,7 @@ def test_a_fault_leaves_requests_with_the_old_adapter(route, fault):  # W9
     await publisher.retired()
     assert list(fakes[0].adapters) == ["run:2"]
 
-  published(test, deadline=1.0 if fault == "hang" else 30.0)
+  published(test, deadline=2.0 if fault == "hang" else 30.0)
 
 
 def test_a_load_without_an_answer_is_unknown_until_the_server_answers():

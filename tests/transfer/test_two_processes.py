@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from agentrl_jax.transfer.sources import Sources, Task
 from agentrl_jax.transfer.stage import source_layout, stage
 from agentrl_jax.transfer.transports.disk import DiskTransport
 from agentrl_jax.transfer.transports.tensor import DirectTransport
+from tests.ports import free_port
 from tests.reference.transfer import random_weights
 from tests.transfer.test_push import MODEL, rig
 from tests.transfer.test_tcp import Peer, gone_within, local
@@ -123,8 +123,7 @@ def over_tcp(root):
 
 def started(name, root):
   """Both processes, in a function of this module."""
-  with socket.create_server(("127.0.0.1", 0)) as probe:
-    address = f"127.0.0.1:{probe.getsockname()[1]}"
+  address = f"127.0.0.1:{free_port()}"
   program = (
     f"import sys; from tests.transfer.test_two_processes import {name}; {name}(*sys.argv[1:])"
   )
