@@ -214,10 +214,14 @@ def write_file(path: pathlib.Path, entries: Sequence[TensorEntry]) -> None:
 
 def fingerprint(directory: PathLike) -> str:
   """Tells models apart by their configuration and by both ends of each of their weight files, so
-  that it takes no time for large ones.
+  that it takes no time for large ones. Raises FileNotFoundError without a config.json.
   """
   digest = hashlib.sha256()
   root = pathlib.Path(directory)
+  if not (root / "config.json").is_file():
+    raise FileNotFoundError(
+      f"{directory}: expected a Hugging Face model directory with config.json"
+    )
   for path in [root / "config.json", *sorted(root.glob("*.safetensors"))]:
     with path.open("rb") as file:
       size = path.stat().st_size

@@ -304,6 +304,8 @@ def test_old_buffers_and_copies_of_a_tied_head_are_passed_over(tmp_path):
 def test_missing_directories_and_files_are_named(tmp_path):
   with pytest.raises(FileNotFoundError, match="absent: expected a Hugging Face model directory"):
     hf.load_model(tmp_path / "absent")
+  with pytest.raises(FileNotFoundError, match="absent: expected a Hugging Face model directory"):
+    checkpoint_files.fingerprint(tmp_path / "absent")
   (tmp_path / "other").mkdir()
   with pytest.raises(FileNotFoundError, match="found neither"):
     hf.load_weights(MODEL, tmp_path / "other")
