@@ -469,7 +469,7 @@ def _blockwise_backward(
   return query_grad, key_grad.astype(key.dtype), value_grad.astype(value.dtype), None, None
 
 
-def _triangle(query: Float[Array, "n ..."]) -> AbstractContextManager[None]:
+def _triangle(query: Float[Array, "n ..."]) -> AbstractContextManager[Any]:
   """Says to `jaxpr_cost` how many blocks of keys a block of queries has in a row of one sample."""
   return jax.named_scope(f"triangle_of_{len(query)}_blocks")
 
