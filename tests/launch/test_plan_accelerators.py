@@ -34,7 +34,6 @@ PODS = {
 # Without a report that says it fits; docs/plans/README.md says of each what happened.
 NOT_PLANNED = {
   "qwen3_5_0_8b_h200_1",
-  "qwen3_5_0_8b_v6e_1",
 }
 MODULES = {"tpu": "libtpu", "gpu": "jax_cuda13_plugin"}
 
