@@ -326,9 +326,16 @@ def mlp(
   activation: Callable[[Array], Array] = jax.nn.silu,
   limit: float | None = None,
 ) -> Float[Array, "B T D"]:
-  """`limit` as of `clamped`."""
-  gate, up = clamped(matmul(x, weights.gate), matmul(x, weights.up), limit)
-  return matmul(activation(gate) * up, weights.down)
+  """`limit` as of `clamped`. For the backward pass the two products are kept, and what is computed
+  of each element is computed again.
+  """
+
+  @jax.checkpoint
+  def down(gate: Array, up: Array, weight: Any) -> Array:
+    gate, up = clamped(gate, up, limit)
+    return matmul(activation(gate) * up, weight)
+
+  return down(matmul(x, weights.gate), matmul(x, weights.up), weights.down)
 
 
 def clamped(gate: Array, up: Array, limit: float | None) -> tuple[Array, Array]:

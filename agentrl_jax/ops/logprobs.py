@@ -1,4 +1,5 @@
-"""Hidden states and an unembedding become log-probs and entropies, never a [B, T, V] array.
+"""Hidden states and an unembedding become log-probs and entropies, without a [B, T, V] array unless
+a small one.
 
 The only next-token shift of the code base is here. Only positions that are asked for cost anything,
 as they move to the front of their row and the loop over columns ends where the fullest row ends.
@@ -18,11 +19,16 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-# Logits alive at once on a device. Each chunk reads the whole head and its gradient's sum, so that
-# an accelerator, whose memory is slow beside its products, wants large ones; a CPU wants its cache.
-CHUNK_ELEMENTS = {"cpu": 1 << 24}  # float32: 64 MiB
+# Logits of a chunk on a device. Each chunk reads the whole head and its gradient's sum, so that an
+# accelerator, whose memory is slow beside its products, wants large ones; a CPU wants its cache
+# and little that is computed beyond the end of the fullest row.
+CHUNK_ELEMENTS = {"cpu": 1 << 19}  # float32: 2 MiB
 CHUNK_ELEMENTS_OF_ACCELERATORS = 1 << 26
+MIN_POSITIONS = 128  # of a chunk, however large the vocabulary is
 MIN_COLUMNS = 16
+# All logits of a device are kept for the backward pass if they are no more than this: it begins
+# with them, so that costs no memory at the peak. Of more it computes them again.
+KEPT_ELEMENTS = 1 << 24  # float32: 64 MiB
 _ANY = PartitionSpec.UNCONSTRAINED  # the vocabulary lies as the head's does
 
 
@@ -50,7 +56,7 @@ def token_logprobs(
     mask: which tokens are wanted.
     temperature: the sampling temperature, > 0.
     chunk: columns a loop step handles (default: what keeps its logits within CHUNK_ELEMENTS on each
-      device, by the platform of the mesh).
+      device, by the platform of the mesh, or MIN_POSITIONS).
     spread: how the [B T] arrays lie on a mesh: rows over some of its axes, positions over others.
       None on one device.
 
@@ -65,8 +71,9 @@ def token_logprobs(
     unit = MIN_COLUMNS * parts.columns
     devices = None if spread is None else spread.mesh.devices
     platform = "cpu" if devices is None else devices.flat[0].platform
-    alive = CHUNK_ELEMENTS.get(platform, CHUNK_ELEMENTS_OF_ACCELERATORS)
-    chunk = alive * parts.rows * parts.columns // (rows * unembedding.shape[1])
+    elements = CHUNK_ELEMENTS.get(platform, CHUNK_ELEMENTS_OF_ACCELERATORS)
+    positions = max(MIN_POSITIONS, elements // unembedding.shape[1])
+    chunk = positions * parts.rows * parts.columns // rows
     chunk = max(unit, chunk - chunk % unit)
   chunk = min(chunk, length)
   if rows % parts.rows or chunk % parts.columns:
@@ -160,7 +167,7 @@ def _parts(spread: NamedSharding | None) -> _Parts:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _compact(temperature, chunk, parts, hidden, unembedding, source, target, valid, after):
   places = source, target, valid, after
-  return _compact_forward(temperature, chunk, parts, hidden, unembedding, *places)[0]
+  return _over_compact(temperature, chunk, parts, hidden, unembedding, *places, keep=False)[0]
 
 
 def _columns(array, i, chunk):
@@ -173,14 +180,16 @@ def _gathered(parts, hidden, unembedding):
   return parts.place(hidden, parts.axes[0]), head
 
 
-def _logits(temperature, parts, hidden, head, source, valid):
-  """([R b S c D] hidden states at `source`, [R b S c V] float32 scaled logits); zero where not
-  valid.
-  """
+def _picked(parts, hidden, source, valid):
+  """[R b S c D] hidden states at `source`, zero where not valid."""
   picked = jnp.take_along_axis(hidden, source[..., None], axis=1)
-  picked = parts.cut(jnp.where(valid[..., None], picked, jnp.zeros((), picked.dtype)))
+  return parts.cut(jnp.where(valid[..., None], picked, jnp.zeros((), picked.dtype)))
+
+
+def _logits(temperature, picked, head):
+  """[R b S c V] float32, scaled."""
   logits = jnp.einsum("rbscd,dv->rbscv", picked, head, preferred_element_type=jnp.float32)
-  return picked, logits / np.float32(temperature)
+  return logits / np.float32(temperature)
 
 
 def _over_chunks(valid, chunk, body, start):
@@ -191,12 +200,17 @@ def _over_chunks(valid, chunk, body, start):
     return jax.lax.fori_loop(0, (fullest + chunk - 1) // chunk, body, start)
 
 
-def _compact_forward(temperature, chunk, parts, hidden, unembedding, source, target, valid, after):
+def _over_compact(
+  temperature, chunk, parts, hidden, unembedding, source, target, valid, after, *, keep
+):
+  """((log-probs, entropies), log of the partition function, logits of all chunks or None)."""
+  del after
   states, head = _gathered(parts, hidden, unembedding)
 
   def body(i, carry):
+    of_slots, kept = carry
     take = functools.partial(_columns, i=i, chunk=chunk)
-    _, logits = _logits(temperature, parts, states, head, take(source), take(valid))
+    logits = _logits(temperature, _picked(parts, states, take(source), take(valid)), head)
     norm = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, parts.cut(take(target))[..., None], axis=-1)[..., 0]
     spread = norm - jnp.einsum("rbscv,rbscv->rbsc", jnp.exp(logits - norm[..., None]), logits)
@@ -204,16 +218,33 @@ def _compact_forward(temperature, chunk, parts, hidden, unembedding, source, tar
     put = lambda old, new: jax.lax.dynamic_update_slice_in_dim(  # noqa: E731
       old, jnp.where(ok, parts.join(new), 0.0), i * chunk, axis=1
     )
-    return tuple(map(put, carry, (jnp.minimum(chosen - norm, 0.0), spread, norm)))
+    if kept is not None:
+      kept = jax.lax.dynamic_update_index_in_dim(kept, logits, i, 0)
+    return tuple(map(put, of_slots, (jnp.minimum(chosen - norm, 0.0), spread, norm))), kept
 
   zero = jnp.zeros(source.shape, jnp.float32)
-  logp, entropy, lse = _over_chunks(valid, chunk, body, (zero, zero, zero))
-  return (logp, entropy), (hidden, unembedding, source, target, valid, after, entropy, lse)
+  kept = None
+  if keep:
+    rows, slots = source.shape
+    cut = parts.rows, rows // parts.rows, parts.columns, chunk // parts.columns
+    kept = jnp.zeros((slots // chunk, *cut, head.shape[1]), jnp.float32)
+    kept = parts.place(kept, None, parts.axes[0], None, parts.axes[1], None, _ANY)
+  (logp, entropy, lse), kept = _over_chunks(valid, chunk, body, ((zero, zero, zero), kept))
+  return (logp, entropy), lse, kept
+
+
+def _compact_forward(temperature, chunk, parts, hidden, unembedding, source, target, valid, after):
+  on_a_device = source.size * unembedding.shape[1] // (parts.rows * parts.columns)
+  places = source, target, valid, after
+  (logp, entropy), lse, kept = _over_compact(
+    temperature, chunk, parts, hidden, unembedding, *places, keep=on_a_device <= KEPT_ELEMENTS
+  )
+  return (logp, entropy), (hidden, unembedding, *places, entropy, lse, kept)
 
 
 def _compact_backward(temperature, chunk, parts, residuals, cotangents):
-  """d logits = [g (onehot - p) - h p (log p + H)] / temperature, recomputed a chunk at a time."""
-  hidden, unembedding, source, target, valid, after, entropy, lse = residuals
+  """d logits = [g (onehot - p) - h p (log p + H)] / temperature, a chunk at a time."""
+  hidden, unembedding, source, target, valid, after, entropy, lse, kept = residuals
   g_logp, g_entropy = (jnp.where(valid, g, 0.0) for g in cotangents)
   states, head = _gathered(parts, hidden, unembedding)
 
@@ -221,7 +252,8 @@ def _compact_backward(temperature, chunk, parts, residuals, cotangents):
     d_states, d_head = carry
     take = functools.partial(_columns, i=i, chunk=chunk)
     each = lambda x: parts.cut(take(x))[..., None]  # noqa: E731
-    picked, logits = _logits(temperature, parts, states, head, take(source), take(valid))
+    picked = _picked(parts, states, take(source), take(valid))
+    logits = _logits(temperature, picked, head) if kept is None else kept[i]
     log_p = logits - each(lse)
     g, h = each(g_logp), each(g_entropy)
     hit = jnp.arange(logits.shape[-1])[None, None, None, None] == each(target)

@@ -110,8 +110,9 @@ def test_a_step_trains_adapters_alone_on_one_device_and_on_a_mesh():
   assert float(metrics["gradient_norm"].total) > 0 and np.abs(np.asarray(new - old)).max() > 1e-3
 
   sharded = one_step(make_mesh(data=2, fsdp=2, tensor=2), 2, products)[1]
+  # Adam's first update is 0.01 g / (|g| + 1e-8), which magnifies rounding of gradients near 1e-8.
   jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4),
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4),
     after.beside.adapters, sharded.beside.adapters,
   )  # fmt: skip
 

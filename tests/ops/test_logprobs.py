@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from agentrl_jax.analysis.planning import hlo, hlo_cost
 from agentrl_jax.models.sharding import batch_sharding, make_mesh
+from agentrl_jax.ops import logprobs
 from agentrl_jax.ops.logprobs import token_logprobs
 
 ROWS, LENGTH, WIDTH, VOCAB = 3, 37, 8, 64
@@ -61,9 +62,13 @@ def cotangents(seed=1, shape=(ROWS, LENGTH)):
   return np.random.default_rng(seed).normal(0, 1, (2, *shape)).astype(np.float32)
 
 
+@pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("chunk", [None, 1, 5, 16, 37, 100])
-def test_values_and_gradients_equal_dense(chunk, temperature):
+def test_values_and_gradients_equal_dense(chunk, temperature, kept, monkeypatch):
+  """Whether the logits are kept for the backward pass or computed again."""
+  if not kept:
+    monkeypatch.setattr(logprobs, "KEPT_ELEMENTS", 0)
   args = made()
   ours = token_logprobs(**args, temperature=temperature, chunk=chunk)
   theirs = dense(**args, temperature=temperature)
@@ -157,9 +162,12 @@ def sized(hlo, least):
   return sorted(shape for shape in shapes if np.prod(shape) >= least)
 
 
-def test_no_buffer_of_all_logits():
-  """Compiled with gradient, nothing is as large as [B, T, V]; the peak is an eighth of dense."""
+def test_no_buffer_of_all_logits(monkeypatch):
+  """Compiled with gradient, nothing is as large as [B, T, V] where that is more than may be kept;
+  the peak is an eighth of dense.
+  """
   rows, length, width, vocab = 2, 256, 16, 4096
+  monkeypatch.setattr(logprobs, "KEPT_ELEMENTS", rows * length * vocab - 1)
   args = made(rows=rows, length=length, width=width, vocab=vocab)
   cot = cotangents(shape=(rows, length))
 
