@@ -5,6 +5,7 @@ to life.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -261,8 +262,7 @@ class _Embedded:
     await self.engine.flush()
 
   async def close(self) -> None:
-    await self.publisher.close()
-    await self.engine.close()
+    await _close_all(self.publisher.close, self.engine.close)
 
 
 @dataclasses.dataclass
@@ -285,9 +285,22 @@ class _SGLang:
     """Nothing: SGLang's samples depend on timing, so no two runs of it are equal anyway."""
 
   async def close(self) -> None:
-    await self.publisher.close()
-    await self.engine.close()
-    await asyncio.to_thread(self.server.close)
+    end = functools.partial(asyncio.to_thread, self.server.close)
+    await _close_all(self.publisher.close, self.engine.close, end)
+
+
+async def _close_all(*closes: Callable[[], Awaitable[None]]) -> None:
+  """Calls all, in order, then raises the first error, which tells of the others."""
+  errors: list[BaseException] = []
+  for close in closes:
+    try:
+      await close()
+    except BaseException as error:  # also where this is cancelled: a server must not stay behind
+      errors.append(error)
+  if errors:
+    for later in errors[1:]:
+      errors[0].add_note(f"after it: {type(later).__name__}: {later}")
+    raise errors[0]
 
 
 def _run_id(workdir: Path) -> str:

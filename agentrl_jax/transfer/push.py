@@ -157,10 +157,12 @@ class SGLangPublisher:
 
   async def close(self) -> None:
     """See `Publisher.close`."""
-    for key in list(self._held_staging):
-      self._release(key)
-    self.transport.close()
-    await self._client.aclose()
+    try:
+      for key in list(self._held_staging):
+        self._release(key)
+      self.transport.close()
+    finally:
+      await self._client.aclose()
 
   async def _round(self, round: Round, weights: Any) -> None:
     clock = round.clock

@@ -52,6 +52,33 @@ def test_a_transport_is_part_of_the_configuration(name, sglang_python):
   choice.transport.close()
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, asyncio.CancelledError])
+def test_all_of_a_host_is_closed_whatever_one_part_raises(kind):
+  closed = []
+
+  class Part:
+    def __init__(self, name, error=None):
+      self.name, self.error = name, error
+
+    async def close(self):
+      closed.append(self.name)
+      if self.error is not None:
+        raise self.error
+
+  class Server(Part):
+    def close(self):
+      closed.append(self.name)
+      raise OSError("it does not end")
+
+  first = kind("no answer")
+  host = engines._SGLang(Server("server"), Part("engine"), Part("publisher", first), False)
+  with pytest.raises(kind) as caught:
+    asyncio.run(host.close())
+  assert closed == ["publisher", "engine", "server"]
+  assert caught.value is first or kind is asyncio.CancelledError  # which asyncio makes anew
+  assert first.__notes__ == ["after it: OSError: it does not end"]
+
+
 @pytest.mark.parametrize("library", [Nixl, Mooncake])
 def test_a_library_that_is_missing_is_told_before_a_server_starts(library, tmp_path, monkeypatch):
   context = EngineContext(MODEL, {}, 0, tmp_path, tmp_path / "run", 64, 0)
