@@ -154,7 +154,7 @@ def sglang(
       extra = server_flags(context.lora, cuda=has_cuda())
     require_pushable(context.model)
     if quantization is not None:
-      directory = _fp8_model(context.directory, context.workdir / "served-fp8")
+      directory = fp8_model(context.directory, context.workdir / "served-fp8")
       extra = ("--load-format", "dummy")
     choose = transport or fastest()
     window, lacking = None, {}
@@ -315,7 +315,7 @@ def _nbytes(weights: Any, dtype: str) -> int:
   return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights)) * jnp.dtype(dtype).itemsize
 
 
-def _fp8_model(source: Path, directory: Path) -> Path:
+def fp8_model(source: Path, directory: Path) -> Path:
   """A model directory without weights that has a server hold `source` as `OCP` would send it."""
   config = json.loads((source / "config.json").read_text())
   how = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": OCP.block}

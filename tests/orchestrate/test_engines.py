@@ -28,7 +28,9 @@ from configs import (
 )
 from configs.engines import TRANSPORTS
 from tests.models.test_deepseek_v4 import V4
-from tests.transfer.test_sglang_fp8 import MODEL, PROMPT, weights, write_plugin
+from tests.reference.plugins import write_plugin
+from tests.sglang_fixture import REFERENCE
+from tests.transfer.test_sglang_fp8 import MODEL, PROMPT, weights
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
@@ -140,7 +142,8 @@ def test_a_server_of_fp8_gets_all_weights_by_its_first_push(
 ):  # and its own checksums say so, as after every push
   plugins = tmp_path / "plugins"
   plugins.mkdir()
-  monkeypatch.setenv("PYTHONPATH", str(write_plugin(plugins)))
+  write_plugin(plugins, REFERENCE / "sglang_fp8_cpu.py", "sglang_fp8_cpu:register")
+  monkeypatch.setenv("PYTHONPATH", str(plugins))
   save_weights(MODEL, weights(0), tmp_path / "model")
   said = []
   context = EngineContext(
