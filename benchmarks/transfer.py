@@ -1,20 +1,28 @@
 """Quantisation and staging of weights beside a memory copy and the plain cast, in one run; with a
-model also whole pushes of it into a SGLang server by every transport.
+model also whole pushes of it into a SGLang server by every transport; with --fp8 those of a random
+Qwen3 of 243 MB, in bfloat16 and in FP8 in turns.
 
-    python -m benchmarks.transfer [--mb=256] [--model=DIR] [--smoke]
+    python -m benchmarks.transfer [--mb=256] [--model=DIR] [--fp8] [--smoke]
 
 All cases take turns in every round, so that other work on the machine slows all of them; medians
 over rounds. GB/s count the bytes that are read; of pushes, the bytes of the model from the call of
 `publish` to its return. CPU-seconds are this process's, all threads. `idle` is how long the server
 could not generate. "SGLang loads from disk" is its own route on the model's directory, alone.
+
+With --fp8 two servers run at once, of the same model in the two formats, which start without
+weights. That of FP8 has a test's plug-in in place of SGLang's FP8 product, which a CPU lacks; what
+a push meets is SGLang's own. What a run does not measure stays in the file as it was.
 """
 
 import asyncio
 import json
+import os
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import jax
@@ -22,14 +30,17 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 
-from agentrl_jax.models.hf import load_model, load_weights
+from agentrl_jax.models import qwen3
+from agentrl_jax.models.decoder import Config
+from agentrl_jax.models.hf import load_model, load_weights, save_weights
+from agentrl_jax.models.model import initialize
 from agentrl_jax.ops.quantize import OCP, Quantization, quantize
-from agentrl_jax.orchestrate.engines import window_for
+from agentrl_jax.orchestrate.engines import fp8_model, window_for
 from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer, find_python
 from agentrl_jax.transfer.engine_layout import quantized_weights
 from agentrl_jax.transfer.layout import assembly
 from agentrl_jax.transfer.plan import plan, whole
-from agentrl_jax.transfer.push import sglang_publisher
+from agentrl_jax.transfer.push import SGLangPublisher, sglang_publisher
 from agentrl_jax.transfer.receive import ReceiverProcess
 from agentrl_jax.transfer.report import PushError, PushReport, State
 from agentrl_jax.transfer.stage import allocate, source_layout, stage
@@ -40,14 +51,24 @@ from agentrl_jax.transfer.transports.disk import DiskTransport
 from agentrl_jax.transfer.transports.tcp import TcpTransport
 from agentrl_jax.transfer.transports.tensor import DirectTransport, TensorTransport
 from agentrl_jax.transfer.transports.window import Library, OneSidedTransport, Opening
+from tests.reference.plugins import write_plugin
 
 MB = flags.DEFINE_integer("mb", 256, "Megabytes of bfloat16 in the matrix.", lower_bound=1)
 MODEL = flags.DEFINE_string("model", None, "Model to push; without it nothing is pushed.")
+FP8 = flags.DEFINE_bool("fp8", False, "Push a random Qwen3 in bfloat16 and in FP8.")
 ROUNDS = flags.DEFINE_integer("rounds", 9, "Rounds of all cases.", lower_bound=1)
 SMOKE = flags.DEFINE_bool("smoke", False, "One small round: does it run? Writes nothing.")
 OUTPUT = flags.DEFINE_string("output", "benchmarks/results/transfer.json", "JSON file.")
 
 COLUMNS = 4096
+# SGLang's Llama drops scales of blocks, its Qwen3 loads them.
+QWEN3: Mapping[str, Any] = {
+  "vocab_size": 4096, "embed": 1024, "ffw": 3072, "layers": 9, "heads": 8, "kv_heads": 4,
+  "head_dim": 128, "max_position": 512, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+SMALL = {"embed": 256, "ffw": 256, "layers": 1, "vocab_size": 256}
+FORMATS = {"bfloat16": None, "FP8": OCP}
+FP8_PLUGIN = Path(__file__).parents[1] / "tests/reference/sglang_fp8_cpu.py"
 Case = tuple[Callable[[], object], int]  # what to run, the bytes that it reads
 
 
@@ -127,7 +148,6 @@ def pushes(directory: Path, rounds: int) -> dict[str, dict[str, float]]:
   """
   model = load_model(directory)
   weights = load_weights(model, directory)
-  trees = (weights, jax.tree.map(lambda w: w * jnp.asarray(1.01, w.dtype), weights))
   reports: dict[str, list[PushReport]] = {}
   own: list[float] = []
   choose = fastest()
@@ -142,37 +162,105 @@ def pushes(directory: Path, rounds: int) -> dict[str, dict[str, float]]:
       name: sglang_publisher(model, [url], transport=way, run_id="benchmark")
       for name, way in transports(url, window, libraries).items()
     }
-    version = 0
-    for turn in range(rounds + 1):
+
+    async def alone() -> None:
       own.append(await _loads_from_disk(url, directory))
-      for name, publisher in publishers.items():
-        version += 1
-        report = await publisher.publish(trees[version % 2], version)
-        if report.state is not State.COMMITTED:
-          raise PushError(str(report))
-        print(f"{name}: {report}", flush=True)
-        if turn:
-          reports.setdefault(name, []).append(report)
-    for publisher in publishers.values():
-      await publisher.close()
+
+    reports.update(await take_turns(publishers, weights, rounds, before=alone))
 
   environment = window.environment() if window else {}
   with SGLangServer(ServerOptions(directory, dtype="bfloat16", environment=environment)) as server:
     asyncio.run(main(server.url))
   found = {"SGLang loads from disk": {"wall_seconds": statistics.median(own[1:])}}
-  for name, held in reports.items():
-    nbytes = held[0].phases["stage"].nbytes
-    walls = [sum(phase.seconds for phase in report.phases.values()) for report in held]
-    found[name] = {
-      "gigabytes_a_second": nbytes / 1e9 / statistics.median(walls),
-      "bytes": nbytes,
-      "wall_seconds": statistics.median(walls),
-      "idle_seconds": statistics.median(report.idle_seconds for report in held),
-    } | {
-      f"{phase}_seconds": statistics.median(report.phases[phase].seconds for report in held)
-      for phase in held[0].phases
+  return found | {name: medians(held) for name, held in reports.items()}
+
+
+def pushes_of_both_formats(sizes: Mapping[str, Any], rounds: int) -> dict[str, dict[str, float]]:
+  """As `pushes`, of a random Qwen3 of these sizes into a server of each of `FORMATS` in turns; by
+  "TRANSPORT, FORMAT".
+  """
+  model = qwen3.bind(Config(**sizes))
+  weights = initialize(model, jax.random.key(0))
+
+  async def main(urls: Mapping[str, str]) -> dict[str, list[PushReport]]:
+    ways = {name: transports(url, None, ()) for name, url in urls.items()}
+    publishers = {
+      f"{way}, {name}": sglang_publisher(
+        model, [urls[name]], transport=ways[name][way], run_id="benchmark", quantization=how
+      )
+      for way in ways["FP8"]
+      for name, how in FORMATS.items()
     }
-  return found
+    return await take_turns(publishers, weights, rounds, servers=len(urls))
+
+  with tempfile.TemporaryDirectory() as name:
+    root = Path(name)
+    save_weights(model, weights, root / "bfloat16", dtype=jnp.bfloat16)
+    fp8_model(root / "bfloat16", root / "FP8")
+    (root / "plugin").mkdir()
+    write_plugin(root / "plugin", FP8_PLUGIN, "sglang_fp8_cpu:register")
+    path = os.pathsep.join([str(root / "plugin"), os.environ.get("PYTHONPATH", "")])
+    environments = {"bfloat16": {}, "FP8": {"PYTHONPATH": path}}
+    options = {
+      name: ServerOptions(
+        root / name,
+        dtype="bfloat16",
+        extra=("--load-format", "dummy"),
+        environment=environments[name],
+      )
+      for name in FORMATS
+    }
+    with SGLangServer(options["bfloat16"]) as plain, SGLangServer(options["FP8"]) as fp8:
+      reports = asyncio.run(main({"bfloat16": plain.url, "FP8": fp8.url}))
+  return {name: medians(held) for name, held in reports.items()}
+
+
+async def take_turns(
+  publishers: Mapping[str, SGLangPublisher],
+  weights: Any,
+  rounds: int,
+  *,
+  servers: int = 1,
+  before: Callable[[], Awaitable[None]] | None = None,
+) -> dict[str, list[PushReport]]:
+  """A push by each in every round, of two sets of weights in turn; the first round is left out.
+
+  Args:
+    servers: that consecutive publishers push to in turn.
+    before: done at the start of each round.
+  """
+  trees = (weights, jax.tree.map(lambda w: w * jnp.asarray(1.01, w.dtype), weights))
+  reports: dict[str, list[PushReport]] = {}
+  version = 0
+  for turn in range(rounds + 1):
+    if before is not None:
+      await before()
+    for name, publisher in publishers.items():
+      version += 1
+      report = await publisher.publish(trees[version // servers % 2], version)
+      if report.state is not State.COMMITTED:
+        raise PushError(str(report))
+      print(f"{name}: {report}", flush=True)
+      if turn:
+        reports.setdefault(name, []).append(report)
+  for publisher in publishers.values():
+    await publisher.close()
+  return reports
+
+
+def medians(held: Sequence[PushReport]) -> dict[str, float]:
+  """Of the pushes of one kind, phases apart."""
+  nbytes = held[0].phases["stage"].nbytes
+  wall = statistics.median(sum(p.seconds for p in report.phases.values()) for report in held)
+  return {
+    "gigabytes_a_second": nbytes / 1e9 / wall,
+    "bytes": nbytes,
+    "wall_seconds": wall,
+    "idle_seconds": statistics.median(report.idle_seconds for report in held),
+  } | {
+    f"{phase}_seconds": statistics.median(report.phases[phase].seconds for report in held)
+    for phase in held[0].phases
+  }
 
 
 async def _loads_from_disk(url: str, directory: Path) -> float:
@@ -220,17 +308,29 @@ def main(_) -> None:
     pushed = pushes(Path(MODEL.value), 1 if SMOKE.value else ROUNDS.value)
     for name, row in pushed.items():
       print(name, " ".join(f"{key} {value:.3g}" for key, value in row.items()))
+  both = {}
+  if FP8.value:
+    sizes = {**QWEN3, **(SMALL if SMOKE.value else {})}
+    both = pushes_of_both_formats(sizes, 1 if SMOKE.value else ROUNDS.value)
+    for name, row in both.items():
+      print(name, " ".join(f"{key} {value:.3g}" for key, value in row.items()))
   if SMOKE.value:
     return
+  path = Path(OUTPUT.value)
+  earlier = json.loads(path.read_text()) if path.exists() else {}
   result = {
     "bytes": rows * COLUMNS * 2,
     "rounds": ROUNDS.value,
     "cases": found,
-    "pushes": pushed,
+    "pushes": pushed or earlier.get("pushes", {}),
+    "pushes_of_both_formats": (
+      {"model": dict(QWEN3), "rounds": ROUNDS.value, "cases": both}
+      if both
+      else earlier.get("pushes_of_both_formats", {})
+    ),
     "jax": jax.__version__,
     "device": jax.devices()[0].device_kind,
   }
-  path = Path(OUTPUT.value)
   path.parent.mkdir(parents=True, exist_ok=True)
   path.write_text(json.dumps(result, indent=2) + "\n")
 

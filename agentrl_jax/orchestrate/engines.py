@@ -5,6 +5,7 @@ to life.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -153,7 +154,7 @@ def sglang(
       extra = server_flags(context.lora, cuda=has_cuda())
     require_pushable(context.model)
     if quantization is not None:
-      directory = _fp8_model(context.directory, context.workdir / "served-fp8")
+      directory = fp8_model(context.directory, context.workdir / "served-fp8")
       extra = ("--load-format", "dummy")
     choose = transport or fastest()
     window, lacking = None, {}
@@ -261,8 +262,7 @@ class _Embedded:
     await self.engine.flush()
 
   async def close(self) -> None:
-    await self.publisher.close()
-    await self.engine.close()
+    await _close_all(self.publisher.close, self.engine.close)
 
 
 @dataclasses.dataclass
@@ -285,9 +285,22 @@ class _SGLang:
     """Nothing: SGLang's samples depend on timing, so no two runs of it are equal anyway."""
 
   async def close(self) -> None:
-    await self.publisher.close()
-    await self.engine.close()
-    await asyncio.to_thread(self.server.close)
+    end = functools.partial(asyncio.to_thread, self.server.close)
+    await _close_all(self.publisher.close, self.engine.close, end)
+
+
+async def _close_all(*closes: Callable[[], Awaitable[None]]) -> None:
+  """Calls all, in order, then raises the first error, which tells of the others."""
+  errors: list[BaseException] = []
+  for close in closes:
+    try:
+      await close()
+    except BaseException as error:  # also where this is cancelled: a server must not stay behind
+      errors.append(error)
+  if errors:
+    for later in errors[1:]:
+      errors[0].add_note(f"after it: {type(later).__name__}: {later}")
+    raise errors[0]
 
 
 def _run_id(workdir: Path) -> str:
@@ -302,7 +315,7 @@ def _nbytes(weights: Any, dtype: str) -> int:
   return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights)) * jnp.dtype(dtype).itemsize
 
 
-def _fp8_model(source: Path, directory: Path) -> Path:
+def fp8_model(source: Path, directory: Path) -> Path:
   """A model directory without weights that has a server hold `source` as `OCP` would send it."""
   config = json.loads((source / "config.json").read_text())
   how = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": OCP.block}

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -28,6 +29,8 @@ from agentrl_jax.rollout.engine import EngineDead, EngineError
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _TAIL_LINES = 20
 _CLOSE_SECONDS = 10.0
+_PORTS = range(20_000, 32_000)  # below those that Linux gives to connections by itself
+_TRIES = 3  # of free ports that another process takes while the server loads
 _OWNED_FLAGS = frozenset({
   "--model-path", "--model", "--host", "--port", "--dtype", "--tp-size", "--tensor-parallel-size",
   "--tp", "--skip-tokenizer-init", "--max-total-tokens", "--context-length",
@@ -86,7 +89,7 @@ class SGLangServer:
   Raises:
     FileNotFoundError: no model directory or no SGLang interpreter, before anything starts.
     ValueError: a context longer than the model's, or a config.json without vocab_size, likewise.
-    EngineError: `start` found the port taken.
+    EngineError: `start` found the port taken, or free ones taken while it started, three times.
     EngineDead: `start` saw the process end, or no answer within `start_seconds`; the log's tail is
       quoted.
   """
@@ -113,6 +116,7 @@ class SGLangServer:
       self.log = Path(options.log)
     self._watch: subprocess.Popen | None = None
     self._port = options.port
+    self._log_start = 0  # of what this start of the server writes
     self.pid = 0  # of the server's main process, which leads its group; 0 before start
 
   def __enter__(self) -> "SGLangServer":
@@ -133,7 +137,16 @@ class SGLangServer:
     """Starts the server and returns when it answers. Ends what it began if that fails."""
     if self._watch is not None:
       raise EngineError(f"SGLang server {self.url} was already started")
-    self._port = claim_port(self.options.host, self._port)
+    wanted = self._port
+    for left in reversed(range(1 if wanted else _TRIES)):
+      self._port = claim_port(self.options.host, wanted)
+      try:
+        return self._launch()
+      except _PortTaken:
+        if not left:
+          raise
+
+  def _launch(self) -> None:
     cuda = has_cuda()
     command = [sys.executable, sglang_watch.__file__, str(os.getpid()), str(self._python)]
     command += server_arguments(self.options, self._port, cuda=cuda)
@@ -142,6 +155,7 @@ class SGLangServer:
     self.log.parent.mkdir(parents=True, exist_ok=True)
     try:
       with open(self.log, "ab") as log:
+        self._log_start = log.tell()
         self._watch = subprocess.Popen(
           command,
           stdin=subprocess.DEVNULL,
@@ -192,9 +206,9 @@ class SGLangServer:
           os.killpg(self.pid, signal.SIGKILL)
 
   def log_tail(self) -> str:
-    """The log's last lines, indented, for error messages."""
+    """The log's last lines since the server was started, indented, for error messages."""
     with open(self.log, "rb") as log:
-      log.seek(max(0, os.fstat(log.fileno()).st_size - 20_000))
+      log.seek(max(self._log_start, os.fstat(log.fileno()).st_size - 20_000))
       lines = log.read().decode(errors="replace").splitlines()
     return "\n".join(f"  {line[:300]}" for line in lines[-_TAIL_LINES:])
 
@@ -210,10 +224,19 @@ class SGLangServer:
           f"(/health: {answer}); its log {self.log} ends with:\n{self.log_tail()}"
         )
       time.sleep(0.2)
+    if "address already in use" in self.log_tail().lower():  # it binds only once it has loaded
+      raise _PortTaken(
+        f"SGLang server {self.url} found its port taken by another process, which came while it "
+        f"loaded; its log is {self.log}"
+      )
     raise EngineDead(
       f"SGLang server {self.url} ended while starting; "
       f"its log {self.log} ends with:\n{self.log_tail()}"
     )
+
+
+class _PortTaken(EngineError):
+  """Another process listens where the server wanted to."""
 
 
 def _fields(config: Path) -> dict[str, Any]:
@@ -249,6 +272,12 @@ def has_cuda() -> bool:
 
 def claim_port(host: str, port: int) -> int:
   """`port`, or a free one for 0. Raises EngineError when something already listens there."""
+  if not port:
+    draw = random.SystemRandom()  # so that two who look at once find different ones
+    for port in draw.sample(_PORTS, 100):
+      with contextlib.suppress(EngineError):
+        return claim_port(host, port)
+    raise EngineError(f"cannot serve SGLang on {host}: no port of {_PORTS} is free")
   with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

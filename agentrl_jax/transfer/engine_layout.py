@@ -50,6 +50,14 @@ _KEPT = re.compile(
   r"|conv1d|in_proj_a|in_proj_b|linear_attn"
 )
 _VOCAB = ("embed_tokens", "lm_head")
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# What a server holds beside what is pushed, rightly: tables that it computes from its
+# configuration, what its loaders derive from a weight that is pushed, scales of its KV cache, and
+# the parts of a checkpoint that are neither trained nor read here (images, further tokens).
+_ITS_OWN = re.compile(
+  r"(^|\.)(visual|mtp)\.|(^|[._])(rotary_emb|inv_freq|freqs_cis|(cos|sin|cos_sin)_cache)(\.|$)"
+  r"|\.(expert_mask_gpu|embed_scale|gemma_weight|[kv]_scale)$"
+)
 _VOCAB_PADDING = 64  # sglang/srt/layers/vocab_parallel_embedding.py
 
 
@@ -221,6 +229,30 @@ def quantized_parameters(
   return found
 
 
+def unplanned(held: Iterable[str], published: Iterable[str]) -> list[str]:
+  """The parameters of `held`, by the engine's names, that would keep their values after a push of
+  `published`, sorted. A head that is not published is tied: `untied` says whether it really is.
+
+  Args:
+    published: names of the checkpoint, or of the engine's parameters, scales included.
+  """
+  published = set(published)
+  made = {_engine_name(_EXPERT.sub(_expert_name, name)) for name in published}
+  if any(_DELTA in name for name in published):
+    made |= {name.replace(".self_attn.", ".") for name in made}
+  if _EMBEDDING in made:
+    made.add(_HEAD)
+  return sorted(name for name in held if name not in made and not _ITS_OWN.search(name))
+
+
+def untied(checksums: Mapping[str, str], published: Iterable[str]) -> str:
+  """One line on a rank's head that is not published and is not the embedding, or ""."""
+  if _HEAD not in checksums or _HEAD in published:
+    return ""
+  same = checksums[_HEAD] == checksums.get(_EMBEDDING)
+  return "" if same else f"{_HEAD} is not sent and is not {_EMBEDDING}"
+
+
 def direct_target(
   made: Iterable[Parameter], dtype: str, ranks: int, replicas: int = 1
 ) -> tuple[Tensor, ...]:
@@ -333,6 +365,11 @@ def _rank_box(shape: Sequence[int], axis: int | None, rank: int, ranks: int):
 def _module(name: str) -> str:
   """ "model.layers.0.self_attn.q_proj.weight" -> "q_proj"."""
   return name.split(".")[-2] if "." in name else name
+
+
+def _expert_name(found: re.Match[str]) -> str:
+  prefix, _, module, kind = found.groups()
+  return f"{prefix}.{'w2' if module == 'down_proj' else 'w13'}_{kind}"
 
 
 def _engine_name(name: str) -> str:

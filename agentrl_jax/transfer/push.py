@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,13 @@ from agentrl_jax.models.model import Model
 from agentrl_jax.ops.quantize import OCP, Quantization
 from agentrl_jax.ops.quantize import check as check_quantization
 from agentrl_jax.transfer.control import CallError, Control, Held, PauseMode, make_client
-from agentrl_jax.transfer.engine_layout import checksums_of, expected_checksums, push_plan
+from agentrl_jax.transfer.engine_layout import (
+  checksums_of,
+  expected_checksums,
+  push_plan,
+  unplanned,
+  untied,
+)
 from agentrl_jax.transfer.plan import Plan, Tensor
 from agentrl_jax.transfer.report import PushError, PushReport, State
 from agentrl_jax.transfer.round import Peer, Round, differences, twice
@@ -151,16 +157,19 @@ class SGLangPublisher:
 
   async def close(self) -> None:
     """See `Publisher.close`."""
-    for key in list(self._held_staging):
-      self._release(key)
-    self.transport.close()
-    await self._client.aclose()
+    try:
+      for key in list(self._held_staging):
+        self._release(key)
+      self.transport.close()
+    finally:
+      await self._client.aclose()
 
   async def _round(self, round: Round, weights: Any) -> None:
     clock = round.clock
     with clock.phase("prepare"):
       holding = await self._prepare(round)
       chosen = self._plan(weights, round)
+      _check_covered(round.live, chosen)
     with clock.phase("stage", chosen.nbytes):
       staged = await self._stage(chosen, weights, round)
     if staged is None:
@@ -182,7 +191,8 @@ class SGLangPublisher:
       await self._each(round, writing, lambda r, peer: self._send(r, peer, staged))
     with clock.phase("verify"):
       checksums = await expected
-      await self._each(round, round.live, lambda r, peer: self._verify(r, peer, checksums))
+      sent = {segment.name for segment in chosen.segments}
+      await self._each(round, round.live, lambda r, peer: self._verify(r, peer, checksums, sent))
       self._compare_replicas(round)
     with clock.phase("flush"):
       await self._each(round, writing, self._flush)
@@ -354,7 +364,9 @@ class SGLangPublisher:
       for n in sizes
     }
 
-  async def _verify(self, round: Round, peer: Peer, expected: Mapping) -> None:
+  async def _verify(
+    self, round: Round, peer: Peer, expected: Mapping, sent: Collection[str]
+  ) -> None:
     try:
       got = await peer.control.checksums()
     except CallError as error:
@@ -366,6 +378,7 @@ class SGLangPublisher:
       comparable = round.whole == self.published_whole and self.published != ""
       same = got == peer.seen and comparable and round.fingerprint != self.published
       wrong = "none of its weights changed" if same else ""
+    wrong = wrong or next(filter(None, (untied(tensors, sent) for _, tensors in got)), "")
     if wrong:
       lost = round.lost.get(peer, "")
       round.leave(peer, State.FENCED, f"{lost}{peer.control.url} failed verification: {wrong}")
@@ -467,6 +480,20 @@ class SGLangPublisher:
   def _release(self, key: str) -> None:
     self._held_staging.pop(key, None)
     self.transport.release(key)
+
+
+def _check_covered(peers: Iterable[Peer], chosen: Plan) -> None:
+  """Raises PushError, naming a parameter that a server holds and that would stay as it was."""
+  sent = {segment.name for segment in chosen.segments}
+  for peer in peers:
+    if peer.covered_by == chosen.digest:
+      continue
+    if left := unplanned(peer.parameters, sent):
+      raise PushError(
+        f"{peer.control.url} holds {left[0]}, which no weight of {len(sent)} makes: it would stay "
+        f"old ({len(left)} of {len(peer.parameters)} such)"
+      )
+    peer.covered_by = chosen.digest
 
 
 def _all_here(weights: Any) -> bool:

@@ -146,7 +146,13 @@ class FileReceiver:
       raise WireError("the token is not this receiver's")
     id = (first.round, first.version)
     if first.begin is not None:
-      base = first.begin.base
+      while (opened := first.begin).further:
+        connection.sendall(wire.encode_done(*id))
+        if (frame := stream.read(0, self.stall_seconds)) is None:
+          return
+        first = wire.with_more(first, frame)
+        assert first.begin is not None
+      base = opened.base
       with self._lock:
         if id in self._rounds:  # its files have the same names
           raise WireError(f"round {first.round} was begun before")

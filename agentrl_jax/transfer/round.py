@@ -18,7 +18,9 @@ class Peer:
   dtype: str = ""
   process: tuple[Any, ...] = ()  # differs for every start of a server
   exact: bool = False  # its checksums are ones that we can compute
-  seen: tuple[RankChecksum, ...] | None = None  # at the last commit
+  parameters: frozenset[str] = frozenset()  # of all ranks
+  covered_by: str = ""  # digest of a plan that makes all of them
+  seen: tuple[RankChecksum, ...] | None = None  # at the last commit, or when it was first met
 
   async def meet(self) -> None:
     """Reads what kind of server it is, afresh: a restart may have changed it."""
@@ -26,15 +28,17 @@ class Peer:
     try:
       self.ranks, self.dtype = int(facts["tp_size"]), str(facts["dtype"]).removeprefix("torch.")
       self.exact = facts["device"] == "cpu"
-      self.process = process_of(facts)
       stages, replicas = int(facts.get("pp_size", 1)), int(facts.get("dp_size", 1))
     except (KeyError, ValueError) as error:
       raise CallError("refused", f"{self.control.url}/server_info lacks {error}") from error
     if stages != 1 or replicas != 1:
       message = f"has pp_size {stages} and dp_size {replicas}, only 1 is served"
       raise CallError("refused", f"{self.control.url} {message}")
-    if not self.exact and self.seen is None:
-      self.seen = await self.control.checksums()
+    if self.process == process_of(facts):
+      return
+    self.seen = await self.control.checksums()
+    self.parameters = frozenset(name for _, tensors in self.seen for name in tensors)
+    self.covered_by, self.process = "", process_of(facts)
 
   async def same_process(self) -> None:
     """Raises CallError when the server was restarted since `meet`: what it serves is then not what
@@ -98,7 +102,9 @@ async def twice(call: Callable[[], Awaitable[None]]) -> None:
 
 
 def differences(got: Sequence[RankChecksum], expected: Sequence[Mapping[str, str]]) -> str:
-  """One line on the first wrong or missing parameter, or ""."""
+  """One line on the first wrong or missing parameter, or "". Those that no plan makes were looked
+  for before (`engine_layout.unplanned`).
+  """
   if [rank for rank, _ in got] != list(range(len(expected))):
     return f"ranks {[rank for rank, _ in got]} answered, expected {len(expected)}"
   for rank, tensors in got:

@@ -235,14 +235,21 @@ class Sources:
     _store().key_value_set_bytes(key, words)
 
   def _answers(self) -> list[bytes]:
-    """The next word of each of the others."""
-    return [self._word(process) for process in range(1, self.count)]
+    """The next word of each of the others. Where one of them fails, those after it are taken as
+    heard, too: what they say would else be read as the answer to the next question.
+    """
+    numbers = {process: self._next(process) for process in range(1, self.count)}
+    return [self._word(process, number=number) for process, number in numbers.items()]
 
-  def _word(self, process: int, seconds: float | None = None) -> bytes:
-    """A process's next word in this round. Raises SourceError where there is none, or a failure."""
-    seconds = seconds or self.seconds
+  def _next(self, process: int) -> int:
     number = self._heard.get(process, 0)
     self._heard[process] = number + 1
+    return number
+
+  def _word(self, process: int, seconds: float | None = None, number: int | None = None) -> bytes:
+    """A process's next word in this round. Raises SourceError where there is none, or a failure."""
+    seconds = seconds or self.seconds
+    number = self._next(process) if number is None else number
     key = f"{self.name}/{self._round}/{process}/{number}"
     try:
       words = _store().blocking_key_value_get_bytes(key, int(1000 * seconds))

@@ -10,6 +10,7 @@ are checked, and an object is never deserialised. Every frame but DONE is answer
 ABORT or NO_BASE with a reason.
 """
 
+import collections
 import enum
 import itertools
 import json
@@ -18,7 +19,7 @@ import re
 import struct
 import sys
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,11 +27,13 @@ import numpy as np
 from agentrl_jax.transfer.boxes import Boxes
 from agentrl_jax.transfer.delta import ENCODINGS
 from agentrl_jax.transfer.layout import Box, intersect, slices
-from agentrl_jax.transfer.plan import ITEM_BYTES, Bucket
+from agentrl_jax.transfer.plan import ITEM_BYTES, Bucket, Plan
 from agentrl_jax.transfer.stage import NUMPY_DTYPES, Staged, fingerprint_of, tensor_hash
 
 ALIGN = 16
 MAX_METADATA_BYTES = 16 << 20
+TENSORS_A_FRAME = 1 << 14  # whose metadata are some 5 MB
+MAX_TENSORS = 1 << 22  # of a round
 _HEADER = struct.Struct("<4sIQQQQII")
 HEADER_BYTES = _HEADER.size
 _MAGIC = b"AWT1"
@@ -60,6 +63,7 @@ class Command(enum.IntEnum):
   DONE = 6  # the answer to any of them
   DELTA = 7  # a bucket said by its difference from the base that BEGIN named
   NO_BASE = 8  # an answer: that base is not here, everything must be sent
+  MORE = 9  # after BEGIN: further tensors of the round
 
 
 class Entry(NamedTuple):
@@ -99,13 +103,17 @@ class Base(NamedTuple):
   fingerprint: str
 
 
+Announced = tuple[str, tuple[int, ...], str]  # a tensor's name, shape and dtype
+
+
 class Begin(NamedTuple):
-  """What a round will send: each tensor's name, shape and dtype."""
+  """What a round will send."""
 
   token: str  # that both ends were given
   key: str  # of the round, a file name
-  tensors: tuple[tuple[str, tuple[int, ...], str], ...]
+  tensors: tuple[Announced, ...]
   base: Base | None = None  # of its deltas
+  further: int = 0  # tensors that MORE frames will bring
 
 
 class Frame(NamedTuple):
@@ -119,6 +127,7 @@ class Frame(NamedTuple):
   changes: tuple[Change, ...] = ()  # of DELTA, whose entries and tensors are of encoded bytes
   end: End | None = None
   begin: Begin | None = None
+  more: tuple[Announced, ...] = ()
   reason: str = ""
   token: str = ""  # of BEGIN and JOIN
   path: str = ""  # of DONE after END: where the server finds the files
@@ -131,6 +140,24 @@ def bucket_entries(staged: Staged, bucket: Bucket) -> tuple[Entry, ...]:
     for s, digest in zip(staged.plan.segments, staged.hashes, strict=True)
     if (s.rank, s.bucket) == (bucket.rank, bucket.index)
   )
+
+
+def frames_of(plan: Plan) -> int:
+  """How many frames its buckets are sent in."""
+  tensors = collections.Counter((s.rank, s.bucket) for s in plan.segments)
+  return sum(-(-n // TENSORS_A_FRAME) for n in tensors.values())
+
+
+def framed(entries: Sequence[Entry], payload: Any) -> Iterator[tuple[list[Entry], memoryview]]:
+  """A bucket as several, where it has more tensors than a frame says. Entries are in the order of
+  their bytes.
+  """
+  view = memoryview(payload).cast("B")
+  for number in range(0, len(entries), TENSORS_A_FRAME):
+    some = entries[number : number + TENSORS_A_FRAME]
+    rest = entries[number + TENSORS_A_FRAME :]
+    start, stop = some[0].offset, rest[0].offset if rest else len(view)
+    yield [entry._replace(offset=entry.offset - start) for entry in some], view[start:stop]
 
 
 def encode_bucket(
@@ -173,6 +200,32 @@ def encode_no_base(round: int, version: int, reason: str) -> bytes:
 def encode_begin(round: int, version: int, begin: Begin) -> bytes:
   """The frame that opens a round on its first connection."""
   return _encode(Command.BEGIN, round, version, begin._asdict(), 0)
+
+
+def encode_opening(round: int, version: int, begin: Begin) -> list[bytes]:
+  """BEGIN, and MORE for the tensors that it has no room for, to be sent one after the other."""
+  size, every = TENSORS_A_FRAME, begin.tensors
+  head = begin._replace(tensors=every[:size], further=max(0, len(every) - size))
+  return [encode_begin(round, version, head)] + [
+    _encode(Command.MORE, round, version, {"tensors": every[n : n + size]}, 0)
+    for n in range(size, len(every), size)
+  ]
+
+
+def with_more(first: Frame, frame: Frame) -> Frame:
+  """BEGIN with what a MORE frame adds. Raises WireError where it is none, or of another round."""
+  begin = first.begin
+  assert begin is not None
+  if frame.command is not Command.MORE or frame[1:3] != first[1:3]:
+    raise WireError(f"{frame.command.name} of round {frame.round}, round {first.round} has "
+                    f"{begin.further} tensors to announce")  # fmt: skip
+  if not frame.more or len(frame.more) > begin.further:
+    raise WireError(f"{len(frame.more)} tensors are announced, {begin.further} were to come")
+  tensors = (*begin.tensors, *frame.more)
+  _check_once(tensors)
+  return first._replace(
+    begin=begin._replace(tensors=tensors, further=begin.further - len(frame.more))
+  )
 
 
 def encode_join(round: int, version: int, token: str) -> bytes:
@@ -229,6 +282,9 @@ def decode(frame: bytes | memoryview, *, max_payload_bytes: int) -> Frame:
     case Command.BEGIN:
       begin = _begin(metadata)
       return Frame(command, round, version, begin=begin, token=begin.token)
+    case Command.MORE:
+      more = _announced(_fields(metadata, frozenset({"tensors"}))["tensors"])
+      return Frame(command, round, version, more=more)
     case Command.JOIN:
       token = _text(_fields(metadata, frozenset({"token"}))["token"], "token")
       return Frame(command, round, version, token=token)
@@ -483,17 +539,29 @@ def _begin(item: Any) -> Begin:
   key = _text(fields["key"], "key")
   if not re.fullmatch(r"\w[\w.-]*", key):
     raise WireError(f"key is {key[:80]!r}, expected a file name")
+  tensors, further = _announced(fields["tensors"]), _size(fields["further"], "further")
+  if len(tensors) + further > MAX_TENSORS:
+    raise WireError(f"{len(tensors) + further} tensors are announced, at most {MAX_TENSORS}")
+  base = _base(fields["base"])
+  return Begin(_text(fields["token"], "token"), key, tensors, base, further)
+
+
+def _announced(rows: Any) -> tuple[Announced, ...]:
   tensors = []
-  for row in _list(fields["tensors"]):
+  for row in _list(rows):
     if len(_list(row)) != 3:
       raise WireError(f"{str(row)[:80]!r} in the metadata, expected name, shape and dtype")
     name, dtype = _text(row[0], "name"), _text(row[2], "dtype")
     if dtype not in ITEM_BYTES:
       raise WireError(f"{name}: unknown dtype {dtype[:80]!r}")
     tensors.append((name, tuple(_size(n, "shape") for n in _list(row[1])), dtype))
+  _check_once(tensors)
+  return tuple(tensors)
+
+
+def _check_once(tensors: Sequence[Announced]) -> None:
   if len({name for name, _, _ in tensors}) != len(tensors):
     raise WireError("a tensor is announced twice")
-  return Begin(_text(fields["token"], "token"), key, tuple(tensors), _base(fields["base"]))
 
 
 def _fields(value: Any, keys: frozenset[str]) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from agentrl_jax.orchestrate.run import make_deliver, open_run
 from agentrl_jax.orchestrate.sync_loop import train
 from agentrl_jax.rollout.engine import EngineError
 from configs import tiny_rl, use_adapter_pushes, use_lora, use_sglang
-from tests.transfer.test_sglang_adapters import write_plugin
+from tests.reference.plugins import write_plugin
+from tests.transfer.test_sglang_adapters import ADAPTER
 
 LORA = {"rank": 4, "alpha": 8.0, "targets": ("q_proj", "v_proj", "down_proj")}
 
@@ -138,7 +139,8 @@ def test_a_run_pushes_adapters(sglang_python, tmp_path, monkeypatch):
   """The server's log-probs are the learner's, and each token has its adapter's version."""
   plugins = tmp_path / "plugins"
   plugins.mkdir()
-  monkeypatch.setenv("PYTHONPATH", str(write_plugin(plugins)))
+  write_plugin(plugins, ADAPTER, "agentrl_sglang_cpu.adapters:register")
+  monkeypatch.setenv("PYTHONPATH", str(plugins))
   monkeypatch.setenv("AGENTRL_SGLANG_PYTHON", str(sglang_python))
   config = small(tmp_path)
   config.steps = 2

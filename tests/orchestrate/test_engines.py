@@ -28,7 +28,9 @@ from configs import (
 )
 from configs.engines import TRANSPORTS
 from tests.models.test_deepseek_v4 import V4
-from tests.transfer.test_sglang_fp8 import MODEL, PROMPT, weights, write_plugin
+from tests.reference.plugins import write_plugin
+from tests.sglang_fixture import REFERENCE
+from tests.transfer.test_sglang_fp8 import MODEL, PROMPT, weights
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
@@ -50,6 +52,33 @@ def test_a_transport_is_part_of_the_configuration(name, sglang_python):
   if kind == "tcp":
     assert getattr(choice.transport.delta, "__name__", "") == delta
   choice.transport.close()
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, asyncio.CancelledError])
+def test_all_of_a_host_is_closed_whatever_one_part_raises(kind):
+  closed = []
+
+  class Part:
+    def __init__(self, name, error=None):
+      self.name, self.error = name, error
+
+    async def close(self):
+      closed.append(self.name)
+      if self.error is not None:
+        raise self.error
+
+  class Server(Part):
+    def close(self):
+      closed.append(self.name)
+      raise OSError("it does not end")
+
+  first = kind("no answer")
+  host = engines._SGLang(Server("server"), Part("engine"), Part("publisher", first), False)
+  with pytest.raises(kind) as caught:
+    asyncio.run(host.close())
+  assert closed == ["publisher", "engine", "server"]
+  assert caught.value is first or kind is asyncio.CancelledError  # which asyncio makes anew
+  assert first.__notes__ == ["after it: OSError: it does not end"]
 
 
 @pytest.mark.parametrize("library", [Nixl, Mooncake])
@@ -113,7 +142,8 @@ def test_a_server_of_fp8_gets_all_weights_by_its_first_push(
 ):  # and its own checksums say so, as after every push
   plugins = tmp_path / "plugins"
   plugins.mkdir()
-  monkeypatch.setenv("PYTHONPATH", str(write_plugin(plugins)))
+  write_plugin(plugins, REFERENCE / "sglang_fp8_cpu.py", "sglang_fp8_cpu:register")
+  monkeypatch.setenv("PYTHONPATH", str(plugins))
   save_weights(MODEL, weights(0), tmp_path / "model")
   said = []
   context = EngineContext(

@@ -2,13 +2,15 @@
 --port P ...`.
 
 Starts a child that sleeps (as the scheduler would), then serves /health, /model_info and /generate,
-or misbehaves as $FAKE_SGLANG says: "crash" ends with an error, "mute" never becomes healthy. A
-request whose rid begins with "hang" is never answered.
+or misbehaves as $FAKE_SGLANG says: "crash" ends with an error, "mute" never becomes healthy,
+"taken:N" ends as if its port were another's, of the first N ones that it is given. A request whose
+rid begins with "hang" is never answered.
 """
 
 import http.server
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import time
@@ -55,6 +57,14 @@ def main() -> None:
   print("fake server on port", port, flush=True)
   if os.environ.get("FAKE_SGLANG") == "crash":
     raise RuntimeError("no such architecture")
+  kind, _, times = os.environ.get("FAKE_SGLANG", "").partition(":")
+  if kind == "taken":
+    tried = pathlib.Path(sys.argv[sys.argv.index("--model-path") + 1]) / "ports"
+    with tried.open("a") as file:
+      file.write(f"{port}\n")
+    if len(tried.read_text().split()) <= int(times):
+      sys.exit(f"[Errno 98] error while attempting to bind on address ('127.0.0.1', {port}): "
+               "address already in use")  # fmt: skip
   http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 

@@ -92,6 +92,23 @@ def test_a_busy_port_is_one_clear_error(stand_in):
       SGLangServer(stand_in(port=port)).start()
 
 
+def test_a_port_that_is_taken_while_it_loads_is_left_for_another(stand_in, monkeypatch):
+  monkeypatch.setenv("FAKE_SGLANG", "taken:2")
+  with SGLangServer(options := stand_in(start_seconds=30)) as server:
+    tried = (options.model / "ports").read_text().split()
+    assert len(set(tried)) == 3 and server.url.endswith(f":{tried[-1]}")
+    assert all(20_000 <= int(port) < 32_000 for port in tried)
+    monkeypatch.setenv("FAKE_SGLANG", "taken:9")
+    message = f"{server.url} found its port taken by another process"
+    with pytest.raises(EngineError, match=message):
+      server.restart()  # where its clients know it
+  tried = (options.model / "ports").read_text().split()
+  assert tried[2:] == tried[-1:] * 2
+  with pytest.raises(EngineError, match="found its port taken"):
+    SGLangServer(options).start()
+  assert len((options.model / "ports").read_text().split()) == 7  # three more
+
+
 def test_a_crash_while_starting_quotes_the_log(stand_in, monkeypatch):
   monkeypatch.setenv("FAKE_SGLANG", "crash")
   server = SGLangServer(stand_in())

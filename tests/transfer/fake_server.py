@@ -42,6 +42,7 @@ class FakeServer:
     self.calls: list[str] = []
     self.directories: list[str] = []
     self.corrupt = False  # loads a flipped bit
+    self.beside: dict[str, np.ndarray] = {}  # parameters that no update reaches
     self.started = next(_START)
     self.buckets: list[list[tuple[str, np.ndarray]]] = []
     self.open = False  # between begin and end of an update
@@ -242,6 +243,11 @@ class FakeServer:
     return 200, {"output_ids": [0], "meta_info": {"input_token_logprobs": entries}}
 
   def _checksums(self):
+    return self._of_tensors() | {
+      name: hashlib.sha256(array.tobytes()).hexdigest()[:16] for name, array in self.beside.items()
+    }
+
+  def _of_tensors(self):
     if any("qkv_proj" in name for name in self.tensors):  # a direct push: its own parameters
       return {
         name: hashlib.sha256(array.tobytes()).hexdigest()[:16]

@@ -14,8 +14,9 @@ from agentrl_jax.models.model import initialize
 from agentrl_jax.models.sharding import make_mesh, shardings
 from agentrl_jax.ops.quantize import Quantization
 from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer
-from agentrl_jax.transfer.engine_layout import parameters, quantized_weights
+from agentrl_jax.transfer.engine_layout import parameters, quantized_weights, unplanned, untied
 from agentrl_jax.transfer.layout import apply, assemblies
+from agentrl_jax.transfer.stage import source_layout
 from agentrl_jax.transfer.transports.disk import DiskTransport
 from tests.reference import transfer
 from tests.transfer.test_sglang import changed, publish, reference, score
@@ -129,6 +130,40 @@ def test_layers_of_the_delta_rule_have_their_place_in_the_engine(name):
   kept = quantized_weights(published, Quantization(block=None))
   quantized = {k.rpartition("linear_attn.")[2] for k in kept if "linear_attn" in k}
   assert quantized == {f"{k}.weight" for k in ("in_proj_qkv", "in_proj_z", "out_proj")}
+
+
+@pytest.mark.parametrize("name", [*MODELS, *HYBRID])
+def test_what_no_tensor_makes_is_found_by_the_engines_names(name):  # W7
+  """All but what the engine makes by itself."""
+  model = (MODELS | HYBRID)[name]
+  weights = transfer.random_weights(model)
+  made = assemblies(model.rules, {t.name: t.shape for t in source_layout(weights)})
+  names = [part.dst for part in made]
+  scales = [f"{n}_scale_inv" for n in quantized_weights(made, Quantization(block=None))]
+  placed = [parameter.assembly.dst for parameter in parameters(made, 2)]
+  assert unplanned(placed, names) == []
+  assert unplanned(placed, placed) == []  # a direct push
+  fp8 = [p.replace("weight", "weight_scale_inv") for p in placed if "gate_up_proj.w" in p]
+  assert unplanned(fp8, [*names, *scales]) == [] and unplanned(fp8, names) == sorted(fp8)
+  own = [
+    "model.layers.1.self_attn.attn.k_scale", "model.layers.1.self_attn.rotary_emb.cos_sin_cache",
+    "model.rotary_emb.inv_freq", "model.norm.gemma_weight", "visual.blocks.0.norm1.weight",
+    "lm_head.weight",
+  ]  # fmt: skip
+  assert unplanned(own, names) == []
+  held = [*placed, *own, "model.layers.2.mlp.down_proj.weight", "model.layers.1.mlp.gate.bias"]
+  assert unplanned(held, names) == sorted(held[-2:])
+  left = [n for n in names if not n.endswith("layers.0.input_layernorm.weight")]
+  assert unplanned(placed, left) == ["model.layers.0.input_layernorm.weight"]
+
+
+def test_a_tied_head_is_the_embedding():  # W21
+  held = {"model.embed_tokens.weight": "1", "lm_head.weight": "2"}
+  assert untied(held, held) == ""  # sent by itself
+  assert untied(held | {"lm_head.weight": "1"}, ["model.embed_tokens.weight"]) == ""
+  assert untied({"model.embed_tokens.weight": "1"}, ["model.embed_tokens.weight"]) == ""
+  wrong = "lm_head.weight is not sent and is not model.embed_tokens.weight"
+  assert untied(held, ["model.embed_tokens.weight"]) == wrong
 
 
 @pytest.mark.sglang

@@ -8,7 +8,8 @@ W3   test_quantize: error bound
 W4   test_quantize: quantising again
 W5   test_quantize: scales, blocks of zeros
 W6   test_quantize: dialects convert exactly; test_wire: another dtype is refused
-W7   test_plan, test_plan_engines, test_wire, test_faults: names
+W7   test_plan, test_plan_engines, test_wire, test_faults: names; test_push, test_families,
+     test_sglang: what no plan names
 W8   test_push: versions; test_sglang: every token has one; test_soak: the one that made it
 W9   test_faults, test_push: kills at every call and bucket; test_tcp: at every frame; test_window:
      in the midst of one-sided writes; test_two_processes: a process of the trainer

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import random
 import threading
@@ -10,6 +11,7 @@ from collections import namedtuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from agentrl_jax.models import llama
@@ -73,7 +75,8 @@ def test_a_round_commits_in_order(tmp_path, weights):
     report = await publisher.publish(at(weights, 1), 1)
     assert report.state is State.COMMITTED
     assert fakes[0].calls == [
-      "/model_info", "/server_info", "/pause_generation", DISK, "/weights_checker", "/flush_cache",
+      "/model_info", "/server_info", "/weights_checker",  # what it holds, once for each start of it
+      "/pause_generation", DISK, "/weights_checker", "/flush_cache",
       "/server_info", "/update_weight_version", "/server_info", "/continue_generation",
       "/model_info",
     ]  # fmt: skip
@@ -113,6 +116,42 @@ def test_a_tied_unembedding_is_sent_once(tmp_path):  # W21
     assert (await publisher.publish(random_weights(model), 1)).state is State.COMMITTED
     assert "lm_head.weight" not in fakes[0].tensors
     assert "model.embed_tokens.weight" in fakes[0].tensors
+
+  published(tmp_path, test)
+
+
+def test_a_parameter_that_no_plan_makes_is_named_before_a_server_pauses(tmp_path, weights):  # W7
+  async def test(publisher, fakes):
+    await publisher.publish(at(weights, 1), 1)
+    before = fakes[1].answer()
+    late = {"model.layers.0.self_attn.qkv_proj.bias": np.ones(4, np.float32)}
+    fakes[1].beside = late | {"model.layers.0.self_attn.attn.k_scale": np.ones(1, np.float32)}
+    await fakes[1].restart()
+    fakes[1].calls.clear()
+    with pytest.raises(PushError, match=rf"{fakes[1].url} holds {next(iter(late))}, .*1 of 3 such"):
+      await publisher.publish(at(weights, 2), 2)
+    assert fakes[1].calls == ["/model_info", "/server_info", "/weights_checker"]
+    assert fakes[0].answer() == before and list(tmp_path.iterdir()) == []
+    fakes[0].beside = {k: v for k, v in fakes[1].beside.items() if k not in late}
+    fakes[1].beside = fakes[0].beside
+    await fakes[1].restart()  # as whoever repairs it does
+    assert (await publisher.publish(at(weights, 2), 2)).state is State.COMMITTED
+
+  published(tmp_path, test, servers=2)
+
+
+def test_a_head_of_its_own_where_the_model_is_tied_is_found(tmp_path):  # W21
+  model = llama.bind(dataclasses.replace(MODEL.config, tied=True))
+
+  async def test(publisher, fakes):
+    (fake,) = fakes
+    publisher.model = model
+    weights = random_weights(model)
+    fake.beside = {"lm_head.weight": np.asarray(weights.embedding)}
+    assert (await publisher.publish(weights, 1)).state is State.COMMITTED
+    report = await publisher.publish(jax.tree.map(lambda w: 2 * w, weights), 2)
+    assert report.state is State.FENCED
+    assert "lm_head.weight is not sent and is not model.embed_tokens.weight" in report.message
 
   published(tmp_path, test)
 
@@ -300,7 +339,7 @@ def test_an_interrupted_round_must_be_recovered_from(tmp_path, weights):
     await publisher.publish(at(weights, 1), 1)
     fakes[0].faults[DISK] = ["hang"]
     running = asyncio.create_task(publisher.publish(at(weights, 2), 2))
-    while DISK not in fakes[0].calls[11:]:
+    while DISK not in fakes[0].calls[12:]:
       await asyncio.sleep(0.01)
     with pytest.raises(PushError, match="while another round runs"):
       await publisher.publish(at(weights, 2), 2)

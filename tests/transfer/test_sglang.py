@@ -1,6 +1,7 @@
 """Pushes into the real server: it then answers as transformers does on the exported checkpoint."""
 
 import asyncio
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from agentrl_jax.models import llama
 from agentrl_jax.models.hf import load_model, load_weights, save_weights
 from agentrl_jax.models.sharding import make_mesh, shardings
 from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer
 from agentrl_jax.transfer.delta import overwrite, xor
 from agentrl_jax.transfer.push import sglang_publisher
-from agentrl_jax.transfer.report import State
+from agentrl_jax.transfer.report import PushError, State
 from agentrl_jax.transfer.transports.broadcast import SENDER, BroadcastTransport
 from agentrl_jax.transfer.transports.disk import DiskTransport
 from agentrl_jax.transfer.transports.tensor import DirectTransport, TensorTransport
@@ -109,6 +111,20 @@ def test_the_server_then_equals_transformers_on_the_export(
   np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
   assert meta["weight_version"] == "test:4"
   assert report.phases["send"].nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+
+
+def test_a_layer_that_the_model_lacks_is_named_and_nothing_pauses(
+  sglang_server, tiny_llama, tmp_path
+):  # W7: the server has two layers, the pushed model one
+  whole = load_model(tiny_llama)
+  model = llama.bind(dataclasses.replace(whole.config, layers=1))
+  weights = load_weights(whole, tiny_llama)
+  first = weights.replace(layers=jax.tree.map(lambda w: w[:1], weights.layers))
+  before, _ = score(sglang_server)
+  with pytest.raises(PushError, match=r"holds model\.layers\.1\.\S+, .* old \(6 of 15 such\)"):
+    publish(sglang_server, model, first, 1, DiskTransport(tmp_path / "staging"))
+  after, meta = score(sglang_server)  # it was never paused
+  assert (after, meta["weight_version"]) == (before, "default")
 
 
 def test_one_weight_and_the_prefix_cache(

@@ -5,7 +5,6 @@ pinned memory that SGLang keeps adapters in; everything else is SGLang's own.
 """
 
 import asyncio
-import shutil
 from pathlib import Path
 
 import httpx
@@ -24,6 +23,7 @@ from agentrl_jax.rollout.sglang import SGLangEngine
 from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer, has_cuda
 from agentrl_jax.transfer.adapters import adapter_publisher, server_flags
 from agentrl_jax.transfer.report import State
+from tests.reference.plugins import write_plugin
 from tests.transfer.test_sglang import PROMPT, generate, reference, score
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -32,23 +32,13 @@ HOW = Lora(rank=4, alpha=8.0)
 ADAPTER = Path(__file__).parents[2] / "third_party/sglang/cpu_adapter/agentrl_sglang_cpu"
 
 
-def write_plugin(directory):
-  """What `install.sh` installs of the CPU adapter, where a server finds it on its path."""
-  shutil.copytree(ADAPTER, directory / ADAPTER.name)
-  info = directory / "agentrl_sglang_cpu_path-1.0.dist-info"
-  info.mkdir()
-  (info / "METADATA").write_text("Metadata-Version: 2.1\nName: agentrl-sglang-cpu-path\nVersion: 1")
-  (info / "entry_points.txt").write_text(
-    "[sglang.srt.plugins]\nagentrl_adapters_path = agentrl_sglang_cpu.adapters:register\n"
-  )
-  return directory
-
-
 @pytest.fixture(scope="module")
 def server(sglang_python, tiny_llama, tmp_path_factory):
   log = tmp_path_factory.mktemp("log") / "server.log"
   with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("PYTHONPATH", str(write_plugin(tmp_path_factory.mktemp("plugins"))))
+    plugins = tmp_path_factory.mktemp("plugins")
+    write_plugin(plugins, ADAPTER, "agentrl_sglang_cpu.adapters:register")
+    patch.setenv("PYTHONPATH", str(plugins))
     options = ServerOptions(
       tiny_llama, python=sglang_python, log=log, extra=server_flags(HOW, cuda=has_cuda())
     )

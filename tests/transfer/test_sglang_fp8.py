@@ -5,7 +5,6 @@ On CPU the server runs a test plug-in in place of its FP8 product; everything el
 
 import asyncio
 import json
-import shutil
 from pathlib import Path
 
 import httpx
@@ -28,6 +27,7 @@ from agentrl_jax.transfer.stage import leaves, source_layout
 from agentrl_jax.transfer.transports.disk import DiskTransport
 from agentrl_jax.transfer.transports.tensor import DirectTransport, TensorTransport
 from tests.reference import quantize as reference
+from tests.reference.plugins import write_plugin
 from tests.reference.transfer import random_weights
 from tests.sglang_fixture import REFERENCE, transformers_logp
 
@@ -91,22 +91,12 @@ def write_checkpoint(tensors, directory):
   return directory
 
 
-def write_plugin(directory):
-  """What a server finds on its path: the module and its entry point."""
-  shutil.copy(REFERENCE / "sglang_fp8_cpu.py", directory)
-  info = directory / "sglang_fp8_cpu-1.0.dist-info"
-  info.mkdir()
-  (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-fp8-cpu\nVersion: 1.0\n")
-  (info / "entry_points.txt").write_text(
-    "[sglang.srt.plugins]\nfp8_cpu = sglang_fp8_cpu:register\n"
-  )
-  return directory
-
-
 @pytest.fixture(scope="module")
 def fp8_server(sglang_python, tmp_path_factory):
   """A server of the quantised weights of seed 0, with the plug-in on its path."""
-  plugins = write_plugin(tmp_path_factory.mktemp("plugins"))
+  plugins = write_plugin(
+    tmp_path_factory.mktemp("plugins"), REFERENCE / "sglang_fp8_cpu.py", "sglang_fp8_cpu:register"
+  )
   directory = write_checkpoint(offline(weights(0)), tmp_path_factory.mktemp("fp8"))
   log = tmp_path_factory.mktemp("log") / "server.log"
   with pytest.MonkeyPatch.context() as patch:

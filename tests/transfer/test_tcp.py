@@ -23,9 +23,11 @@ from safetensors.numpy import load_file
 
 from agentrl_jax.transfer import receive, wire
 from agentrl_jax.transfer.control import CallError
+from agentrl_jax.transfer.delta import overwrite
+from agentrl_jax.transfer.plan import Bucket, Plan, Segment
 from agentrl_jax.transfer.receive import FileReceiver, ReceiverProcess
 from agentrl_jax.transfer.report import State
-from agentrl_jax.transfer.stage import fingerprint_of
+from agentrl_jax.transfer.stage import Staged, fingerprint_of, tensor_hash
 from agentrl_jax.transfer.transports.auto import Servers, fastest, tcp
 from agentrl_jax.transfer.transports.tcp import TcpTransport
 from tests.reference.transfer import random_weights
@@ -148,6 +150,64 @@ def test_what_arrives_is_what_was_staged(tmp_path, bucket_bytes, dtype):
   transport.close()
 
 
+def many(count):
+  """A staged bucket of so many numbers with long names, each its own."""
+  values = np.arange(count, dtype=np.int32)
+  padded = np.zeros((count, wire.ALIGN), np.uint8)
+  padded[:, :4] = values.view(np.uint8).reshape(count, 4)
+  segments = tuple(
+    Segment(f"{'x' * 160}.{n:06}", 0, (0, 1), "int32", (1,), ((0, 1),), 0, n * wire.ALIGN, 4)
+    for n in range(count)
+  )
+  buckets = (Bucket(0, 0, padded.size),)
+  hashes = tuple(tensor_hash(row[:4]) for row in padded)
+  rows = [(0, s.name, s.part, s.shape, s.dtype, h) for s, h in zip(segments, hashes, strict=True)]
+  planned = Plan(segments, (), buckets, {}, f"many {count}")
+  return Staged("run-1", planned, {(0, 0): padded.reshape(-1)}, hashes, fingerprint_of(rows))
+
+
+def test_a_hundred_thousand_tensors_are_said_in_several_frames(tmp_path):
+  """Their names, and the metadata of their one bucket, are each more than a frame takes."""
+  packed = many(100_000)
+  tensors = tuple((s.name, s.shape, s.dtype) for s in packed.plan.segments)
+  with pytest.raises(wire.WireError, match="bytes, at most 16777216"):
+    wire.encode_begin(7, 1, wire.Begin(TOKEN, "run-1", tensors))
+  transport = local(tmp_path, connections=1)
+  asyncio.run(transport.deliver(packed, Peer(), 1))
+  (directory,) = tmp_path.iterdir()
+  loaded = {}
+  for path in directory.iterdir():
+    loaded |= load_file(path)
+  assert [loaded[s.name][0] for s in packed.plan.segments] == list(range(100_000))
+  transport.close()
+
+
+@pytest.mark.parametrize("delta", [None, overwrite], ids=["whole", "delta"])
+def test_a_bucket_of_more_tensors_than_a_frame_says(tmp_path, monkeypatch, delta):
+  monkeypatch.setattr(wire, "TENSORS_A_FRAME", 3)
+  transport = local(tmp_path, delta=delta, connections=2, bucket_bytes=1 << 20)
+  first = many(7)
+  asyncio.run(transport.deliver(first, Peer(), 1))
+  transport.retain(first, 1)
+  buffer = first.buffers[0, 0].copy()
+  buffer[5 * wire.ALIGN] = 77
+  hashes = [*first.hashes[:5], tensor_hash(buffer[80:84]), first.hashes[6]]
+  rows = [
+    (0, s.name, s.part, s.shape, s.dtype, h)
+    for s, h in zip(first.plan.segments, hashes, strict=True)
+  ]
+  second = Staged("run-2", first.plan, {(0, 0): buffer}, tuple(hashes), fingerprint_of(rows))
+  how = asyncio.run(transport.deliver(second, Peer(), 2)).how
+  assert how == ("overwrite from version 1" if delta else "")
+  directory = transport._links["run-2"][Peer.url].path
+  loaded = {}
+  for path in Path(directory).iterdir():
+    loaded |= load_file(path)
+  got = [loaded[s.name].tolist() for s in first.plan.segments]
+  assert got == [[0], [1], [2], [3], [4], [77], [6]]
+  transport.close()
+
+
 def gone_within(root, seconds):
   """Waits until nothing is left under `root`."""
   deadline = time.monotonic() + seconds
@@ -186,6 +246,10 @@ def test_a_receiver_takes_only_what_was_agreed(tmp_path):
     "a: 1 of its 2 parts were received": [opened, part, end],
     "frame of round 8": [opened, wire.encode_end(8, 1, wire.End(0, 0, 0, "0" * 32))],
     "BEGIN inside round 7": [opened, opened],
+    "END of round 7, round 7 has 2 tensors": [
+      wire.encode_begin(7, 1, begin._replace(further=2)),
+      end,
+    ],
     "given up by the sender: enough": [opened, wire.encode_abort(7, 1, "enough")],
     "frame starts with": [b"GET / HTTP/1.1\r\n" + bytes(48)],
     "metadata and": [opened, wire._HEADER.pack(b"AWT1", 1, 7, 1, 1 << 30, 0, 0, 0)],

@@ -7,6 +7,8 @@ import io
 import json
 import os
 import socket
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -68,6 +70,42 @@ class Peer:
     return {}
 
 
+KILLED = """
+import sys, numpy as np
+from agentrl_jax.transfer.plan import Bucket, Plan
+from agentrl_jax.transfer.transports.disk import DiskTransport
+transport = DiskTransport(sys.argv[1])
+plan = Plan((), (), (Bucket(0, 0, 64),), {}, "digest")
+for key in ("run-1", "run-2"):
+  transport.allocate(plan, key)[0, 0][:] = 1
+(transport.root / "run-1.partial").rename(transport.root / "run-1")
+print("staged", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_killed_trainer_staged_is_removed_by_the_next(tmp_path):  # W27
+  (tmp_path / "not-a-round").mkdir()
+  mine = DiskTransport(tmp_path)
+  packed = staged(mine, key="other-1")
+  with subprocess.Popen(
+    [sys.executable, "-c", KILLED, str(tmp_path)],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+  ) as trainer:
+    assert trainer.stdout.readline() == "staged\n"
+    held = {"not-a-round", "other-1.partial", "run-1", "run-2.partial"}
+    DiskTransport(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == held  # all of them live
+    trainer.kill()
+  auto.fastest(tmp_path)(auto.Servers(["http://127.0.0.1:1"], 1))
+  assert {path.name for path in tmp_path.iterdir()} == {"not-a-round", "other-1.partial"}
+  mine.release(packed.key)
+  assert [path.name for path in tmp_path.iterdir()] == ["not-a-round"]
+  DiskTransport(tmp_path / "nowhere")  # is made by the first push
+
+
 @pytest.mark.parametrize("bucket_bytes", [16, 1 << 20])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_disk_writes_safetensors(tmp_path, bucket_bytes, dtype):
@@ -77,7 +115,7 @@ def test_disk_writes_safetensors(tmp_path, bucket_bytes, dtype):
   asyncio.run(transport.send(packed, peer, 1))
   ((path, body),) = peer.calls
   assert path == "/update_weights_from_disk"
-  files = sorted(os.listdir(body["model_path"]))
+  files = sorted(name for name in os.listdir(body["model_path"]) if name != "owner.lock")
   assert len(files) == len(packed.plan.buckets) == (2 if bucket_bytes == 16 else 1)
   loaded = {}
   for name in files:

@@ -224,12 +224,37 @@ def test_what_opens_and_answers_a_round_comes_back():
     ({"tensors": [["a", [-1], "int32"]]}, "shape is '-1'"),
     ({"tensors": [["a", [], "int32"]] * 2}, "announced twice"),
     ({"token": ""}, "token is '', expected text"),
+    ({"further": -1}, "further is '-1'"),
+    ({"further": 1 << 22}, "4194306 tensors are announced, at most 4194304"),
   ],
 )
 def test_an_opening_is_checked(change, message):
   frame = wire._encode(wire.Command.BEGIN, 7, 3, OPENING._asdict() | change, 0)
   with pytest.raises(WireError, match=message):
     wire.decode(frame, max_payload_bytes=0)
+
+
+def test_more_than_a_frame_says_is_announced_in_several(monkeypatch):
+  monkeypatch.setattr(wire, "TENSORS_A_FRAME", 2)
+  tensors = tuple((f"t{n}", (n,), "int32") for n in range(5))
+  frames = [
+    wire.decode(frame, max_payload_bytes=0)
+    for frame in wire.encode_opening(7, 3, OPENING._replace(tensors=tensors))
+  ]
+  assert [frame.command.name for frame in frames] == ["BEGIN", "MORE", "MORE"]
+  first, second, third = frames
+  assert (first.begin.tensors, first.begin.further) == (tensors[:2], 3)
+  whole = wire.with_more(wire.with_more(first, second), third)
+  assert whole.begin == OPENING._replace(tensors=tensors)
+  for frame, message in [
+    (first, "BEGIN of round 7, round 7 has 3 tensors to announce"),
+    (third._replace(round=8), "MORE of round 8, round 7 has"),
+    (third._replace(more=()), "0 tensors are announced, 3 were to come"),
+    (third._replace(more=tensors[1:]), "4 tensors are announced, 3 were to come"),
+    (third._replace(more=tensors[:1]), "announced twice"),
+  ]:
+    with pytest.raises(WireError, match=message):
+      wire.with_more(first, frame)
 
 
 def adversarial(rng):
@@ -268,7 +293,7 @@ def test_ten_thousand_damaged_frames_are_refused():  # W30
         frame[at:at] = rng.randbytes(rng.randrange(1, 40))
       case 3:  # well-formed frame, adversarial metadata
         frame = bytearray(
-          wire._encode(wire.Command(rng.randrange(1, 7)), 7, 3, adversarial(rng), 64) + bytes(64)
+          wire._encode(wire.Command(rng.randrange(1, 10)), 7, 3, adversarial(rng), 64) + bytes(64)
         )
       case 4:  # header fields overwritten
         at = rng.randrange(0, 48, 4)

@@ -12,7 +12,7 @@ from agentrl_jax.transfer.control import CallError
 from agentrl_jax.transfer.delta import Encode
 from agentrl_jax.transfer.receive import TOKEN, ReceiverProcess
 from agentrl_jax.transfer.transports import Transport
-from agentrl_jax.transfer.transports.disk import SHARED_MEMORY, DiskTransport
+from agentrl_jax.transfer.transports.disk import SHARED_MEMORY, DiskTransport, sweep
 from agentrl_jax.transfer.transports.mooncake import Mooncake
 from agentrl_jax.transfer.transports.nixl import Nixl
 from agentrl_jax.transfer.transports.tcp import TcpTransport
@@ -149,6 +149,7 @@ def fastest(
       passed.append(f"nixl: {reason}")
     else:
       return Choice(OneSidedTransport(nixl, *opened), ())
+    sweep(Path(root))  # what a killed trainer left counts against the space
     if away := _away(servers.urls):
       passed.append(f"disk needs servers on this machine, {away} is not")
     elif reason := _unfit(Path(root), servers.nbytes):

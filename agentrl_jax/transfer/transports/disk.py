@@ -2,9 +2,12 @@
 side.
 
 A round's files are mapped and filled in a directory named `*.partial`, which is renamed when
-complete: what the server is told to read is always whole.
+complete: what the server is told to read is always whole. A lock in it is held as long as its
+process lives, so that the next one knows what a killed one has left.
 """
 
+import contextlib
+import fcntl
 import json
 import mmap
 import os
@@ -33,11 +36,27 @@ _SAFETENSORS_DTYPES = {
 }
 
 
+_LOCK = "owner.lock"
+
+
+def sweep(root: Path) -> None:
+  """Removes rounds whose process is dead; those of a living one, and what is no round, stay."""
+  for lock in root.glob(f"*/{_LOCK}"):
+    with contextlib.suppress(OSError):  # its owner lives, or removed it just now
+      descriptor = os.open(lock, os.O_RDWR)
+      try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(lock.parent)
+      finally:
+        os.close(descriptor)
+
+
 class DiskTransport:
   """Pushes through `/update_weights_from_disk`.
 
   Args:
     root: directory in a memory file system that this process and the servers see; made if absent.
+      What dead processes left there is removed.
     bucket_bytes: most bytes of a file, unless one tensor is larger.
   """
 
@@ -47,6 +66,8 @@ class DiskTransport:
 
   def __init__(self, root: str | os.PathLike[str] = SHARED_MEMORY, *, bucket_bytes: int = 1 << 30):
     self.root, self.bucket_bytes = Path(root), bucket_bytes
+    self._locks: dict[str, int] = {}  # descriptors by round; the system frees them at any death
+    sweep(self.root)
 
   def allocate(self, plan: Plan, key: str) -> Mapping[tuple[int, int], np.ndarray]:
     """Maps one file for each bucket, with its header written and its space reserved.
@@ -57,9 +78,10 @@ class DiskTransport:
     self.release(key)
     partial = self._directory(key, partial=True)
     partial.mkdir(parents=True, mode=0o700)
+    self._locks[key] = _locked(partial)
     free = os.statvfs(self.root).f_bavail * os.statvfs(self.root).f_frsize
     if free < plan.nbytes:
-      shutil.rmtree(partial)
+      self.release(key)
       raise OSError(
         f"{self.root} has {free / 1e6:.0f} MB free, the weights need {plan.nbytes / 1e6:.0f} MB"
       )
@@ -69,7 +91,7 @@ class DiskTransport:
         _make(path, held, bucket.nbytes)
       return open_files(partial, plan)
     except OSError as error:
-      shutil.rmtree(partial)
+      self.release(key)
       raise OSError(
         f"{self.root} cannot hold {plan.nbytes / 1e6:.0f} MB of weights: {error.strerror}"
       ) from error
@@ -97,12 +119,14 @@ class DiskTransport:
   def files(self, key: str) -> list[Path]:
     """The round's files, in the order of the plan's buckets."""
     partial = self._directory(key, partial=True)
-    return sorted((partial if partial.exists() else self._directory(key)).iterdir())
+    return sorted((partial if partial.exists() else self._directory(key)).glob("*.safetensors"))
 
   def release(self, key: str) -> None:
     """Removes the round's files, complete or not."""
     for partial in (True, False):
       shutil.rmtree(self._directory(key, partial=partial), ignore_errors=True)
+    if (descriptor := self._locks.pop(key, None)) is not None:
+      os.close(descriptor)
 
   def close(self) -> None:
     """Nothing was started."""
@@ -111,6 +135,15 @@ class DiskTransport:
     if not key or key in (".", "..") or "/" in key or "\0" in key:
       raise ValueError(f"round key {key!r} is no file name")
     return self.root / (f"{key}.partial" if partial else key)
+
+
+def _locked(directory: Path) -> int:
+  """A descriptor that holds the lock of a round. No sweep ever sees it there and not held."""
+  unseen = directory / f"{_LOCK}.new"
+  descriptor = os.open(unseen, os.O_RDWR | os.O_CREAT, 0o600)
+  fcntl.flock(descriptor, fcntl.LOCK_EX)
+  unseen.rename(directory / _LOCK)
+  return descriptor
 
 
 async def load_files(peer: Control, directory: str) -> None:

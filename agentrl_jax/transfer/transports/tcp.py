@@ -12,6 +12,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import itertools
 import queue
 import secrets
 import socket
@@ -257,7 +258,8 @@ class _Link:
     begin = Begin(token, staged.key, tensors, since and since.base)
     with self._used():
       control = self._connect()
-      self._exchange(control, wire.encode_begin(self.round, self.version, begin))
+      for frame in wire.encode_opening(self.round, self.version, begin):
+        self._exchange(control, frame)
       others = None
       if staged.join is not None:
         others = functools.partial(
@@ -266,7 +268,7 @@ class _Link:
                   connections),
         )  # fmt: skip
       self._send_all(control, staged, token, connections, others)
-      end = End(len(plan.buckets), len(tensors), plan.nbytes, staged.fingerprint)
+      end = End(wire.frames_of(plan), len(tensors), plan.nbytes, staged.fingerprint)
       self.path = self._exchange(control, wire.encode_end(self.round, self.version, end)).path
 
   def join(self, staged: Staged, token: str, connections: int) -> None:
@@ -343,14 +345,21 @@ class _Link:
         bucket = waiting.get_nowait()
       except queue.Empty:
         return
-      self._exchange(connection, *self._encoded(staged, bucket))
+      for frame in self._encoded(staged, bucket):
+        self._exchange(connection, *frame)
 
-  def _encoded(self, staged: Staged, bucket: Bucket) -> tuple[bytes, memoryview]:
+  def _encoded(self, staged: Staged, bucket: Bucket) -> Iterator[tuple[bytes, memoryview]]:
     key = (bucket.rank, bucket.index)
-    if self.since is not None:
-      return wire.encode_delta(self.round, self.version, *self.since.difference.buckets[key])
-    entries = wire.bucket_entries(staged, bucket)
-    return wire.encode_bucket(self.round, self.version, entries, staged.buffers[key])
+    if self.since is None:
+      entries = wire.bucket_entries(staged, bucket)
+      for some, payload in wire.framed(entries, staged.buffers[key]):
+        yield wire.encode_bucket(self.round, self.version, some, payload)
+      return
+    entries, changes, payload = self.since.difference.buckets[key]
+    left = iter(changes)
+    for some, part in wire.framed(entries, payload):
+      how = list(itertools.islice(left, len(some)))
+      yield wire.encode_delta(self.round, self.version, some, how, part)
 
   def _connect(self) -> socket.socket:
     host, _, port = self.address.rpartition(":")

@@ -8,6 +8,7 @@ and descriptors are made before the server pauses, so that it waits for the byte
 import asyncio
 import contextlib
 import json
+import random
 import secrets
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from agentrl_jax.transfer.transports.tensor import session
 
 _POLL_SECONDS = 0.001
 _ASK_SECONDS = 120.0  # for an interpreter to say which libraries it has
+_PORTS = range(20_000, 32_000)  # below those that Linux gives to connections by itself
 PLUGIN = "third_party/sglang/window"
 
 
@@ -251,10 +253,10 @@ def opening(ranks: int) -> Opening:
 
   Raises OSError where there are none.
   """
-  for _ in range(100):
+  draw = random.SystemRandom()
+  for first in draw.sample(_PORTS, 100):
     with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
-      first = probes.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-      for rank in range(1, ranks):
+      for rank in range(ranks):
         probes.enter_context(socket.create_server(("127.0.0.1", first + rank)))
       return Opening(f"127.0.0.1:{first}", secrets.token_urlsafe(16))
   raise OSError(f"no {ranks} neighbouring ports are free on 127.0.0.1")
