@@ -1,8 +1,8 @@
 """Products of a traced program, and how often its loops run, before any compiler has seen it.
 
-The jaxpr is walked with the batch's integers in hand: what decides how often a loop runs (ids,
-positions, masks) is computed, everything else stays unknown. So a loop whose bounds are data is
-counted as the data has it, which no compiler can do.
+The jaxpr is walked with the batch's integers in hand: what is `deciding` how often a loop runs is
+computed, everything else stays unknown. So a loop whose bounds are data is counted as the data has
+it, which no compiler can do.
 """
 
 import dataclasses
@@ -17,6 +17,13 @@ import numpy as np
 from jax.extend import core
 
 from agentrl_jax.analysis.planning import pallas_cost
+from agentrl_jax.analysis.planning.deciding import (
+  Variables,
+  called,
+  deciding,
+  opened,
+  scan_split,
+)
 
 Known = np.ndarray | None  # None: not known
 SMALL = 1 << 24  # elements of arrays worth computing
@@ -27,7 +34,6 @@ _TILES = re.compile(r"tiles_of_(\d+)_in_(\d+)_groups_of_(\d+)_rows")
 _SHARE = re.compile(r"one_in_(\d+)_rows")
 _TRIANGLE = re.compile(r"triangle_of_(\d+)_blocks")
 _AT_MOST = re.compile(r"at_most_(\d+)_iterations")
-_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # where primitives that call keep what they call
 
 
 @dataclasses.dataclass
@@ -101,7 +107,8 @@ def _share(path: str) -> int:
 def count(closed: Any, values: Sequence[Known]) -> Count:
   """Counts a `ClosedJaxpr` whose flat arguments are `values`, arrays or None where not known."""
   total = Count()
-  _run(total, closed.jaxpr, [_small(c) for c in closed.consts], list(values), "")
+  wanted = deciding(closed.jaxpr)
+  _run(total, closed.jaxpr, [_small(c) for c in closed.consts], list(values), "", wanted)
   return total
 
 
@@ -113,11 +120,18 @@ def _small(value: Any) -> Known:
 
 
 def _run(
-  total: Count, jaxpr: Any, consts: Sequence[Known], args: Sequence[Known], path: str
+  total: Count,
+  jaxpr: Any,
+  consts: Sequence[Known],
+  args: Sequence[Known],
+  path: str,
+  wanted: Variables,
 ) -> list[Known]:
-  """Walks a jaxpr, adds to `total`, and gives what is known of its results."""
-  known: dict[Any, Known] = dict(zip(jaxpr.constvars, consts, strict=True))
-  known |= dict(zip(jaxpr.invars, args, strict=True))
+  """Walks a jaxpr, adds to `total`, and gives what is known of those of its results that are
+  wanted.
+  """
+  given = (*zip(jaxpr.constvars, consts, strict=True), *zip(jaxpr.invars, args, strict=True))
+  known: dict[Any, Known] = {v: value for v, value in given if v in wanted}
 
   def read(variable: Any) -> Known:
     if isinstance(variable, core.Literal):
@@ -127,25 +141,30 @@ def _run(
   for eqn in jaxpr.eqns:
     inputs = [read(v) for v in eqn.invars]
     here = "/".join(p for p in (path, str(eqn.source_info.name_stack)) if p)
-    outputs = _equation(total, eqn, inputs, here)
-    known |= {v: out for v, out in zip(eqn.outvars, outputs, strict=True) if out is not None}
+    outputs = _equation(total, eqn, inputs, here, wanted)
+    pairs = zip(eqn.outvars, outputs, strict=True)
+    known |= {v: out for v, out in pairs if out is not None and v in wanted}
   return [read(v) for v in jaxpr.outvars]
 
 
-def _equation(total: Count, eqn: Any, inputs: list[Known], path: str) -> Sequence[Known]:
+def _equation(
+  total: Count, eqn: Any, inputs: list[Known], path: str, wanted: Variables
+) -> Sequence[Known]:
   name = eqn.primitive.name
   if name == "scan":
-    return _scan(total, eqn, inputs, path)
+    return _scan(total, eqn, inputs, path, wanted)
   if name == "while":
-    return _while(total, eqn, inputs, path)
+    return _while(total, eqn, inputs, path, wanted)
   if name == "cond":
-    return _cond(total, eqn, inputs, path)
+    return _cond(total, eqn, inputs, path, wanted)
   if name == "pallas_call":
-    return _kernel(total, eqn, path)
+    return _kernel(total, eqn, path, wanted)
   total.flops += products(eqn) / (_share(path) if name.startswith("ragged_dot") else 1)
-  inner = next((eqn.params[key] for key in _CALLS if key in eqn.params), None)
+  inner = called(eqn)
   if inner is not None:
-    return _call(total, eqn, inner, inputs, path)
+    return _call(total, eqn, inner, inputs, path, wanted)
+  if not any(v in wanted for v in eqn.outvars):
+    return [None] * len(eqn.outvars)
   return _evaluate(eqn, inputs)
 
 
@@ -166,9 +185,11 @@ def products(eqn: Any) -> float:
   return 0.0
 
 
-def _call(total: Count, eqn: Any, inner: Any, inputs: list[Known], path: str) -> Sequence[Known]:
+def _call(
+  total: Count, eqn: Any, inner: Any, inputs: list[Known], path: str, wanted: Variables
+) -> Sequence[Known]:
   """A function called as it is; on a mesh (`shard_map`), by every device, and on unknown parts."""
-  jaxpr, consts = _opened(inner)
+  jaxpr, consts = opened(inner)
   once = Count()
   times, nothing = 1.0, list[Known]([None] * len(jaxpr.invars))
   if eqn.primitive.name == "shard_map":
@@ -179,21 +200,16 @@ def _call(total: Count, eqn: Any, inner: Any, inputs: list[Known], path: str) ->
   here = f"{path}/jit({name})" if name else path
   if len(inputs) != len(jaxpr.invars):
     inputs = [None] * len(jaxpr.invars)
-  found = _run(once, jaxpr, [_small(c) for c in consts], inputs, here)
+  found = _run(once, jaxpr, [_small(c) for c in consts], inputs, here, wanted)
   total.add(once, times)
   return found if times == 1.0 and len(found) == len(eqn.outvars) else [None] * len(eqn.outvars)
 
 
-def _opened(inner: Any) -> tuple[Any, Sequence[Any]]:
-  """A jaxpr and its constants, which one that is not closed does not have."""
-  return (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, [])
-
-
-def _kernel(total: Count, eqn: Any, path: str) -> Sequence[Known]:
+def _kernel(total: Count, eqn: Any, path: str, wanted: Variables) -> Sequence[Known]:
   """A Pallas kernel: its body is run for each step of its grid that a scope says is not skipped."""
-  jaxpr, consts = _opened(eqn.params["jaxpr"])
+  jaxpr, consts = opened(eqn.params["jaxpr"])
   once = Count()
-  _run(once, jaxpr, [_small(c) for c in consts], [None] * len(jaxpr.invars), path)
+  _run(once, jaxpr, [_small(c) for c in consts], [None] * len(jaxpr.invars), path, wanted)
   found = _TRIANGLE.search(path)
   share = (int(found[1]) + 1) / (2 * int(found[1])) if found else 1.0
   flops = once.flops * share * math.prod(pallas_cost.grid_of(eqn))
@@ -228,10 +244,14 @@ _OF_PLACES = {"program_id", "num_programs", "axis_index"}  # of a step of a grid
 _MOVED = {"reshape", "squeeze", "transpose", "slice", "dynamic_slice", "gather"}
 
 
-def _scan(total: Count, eqn: Any, inputs: list[Known], path: str) -> Sequence[Known]:
-  """Iterations are alike, and one stands for the rest, once nothing known changes any more."""
+def _scan(
+  total: Count, eqn: Any, inputs: list[Known], path: str, wanted: Variables
+) -> Sequence[Known]:
+  """Iterations are alike, and one stands for the rest, once nothing that decides changes."""
   params, inner = eqn.params, eqn.params["jaxpr"]
-  consts, carries = _scan_split(eqn)
+  consts, carries = scan_split(eqn)
+  pairs = zip(inner.jaxpr.invars, inputs, strict=True)
+  inputs = [value if v in wanted else None for v, value in pairs]
   fixed, carry, xs = inputs[:consts], inputs[consts : consts + carries], inputs[consts + carries :]
   length = params["length"]
   order = range(length - 1, -1, -1) if params["reverse"] else range(length)
@@ -239,7 +259,7 @@ def _scan(total: Count, eqn: Any, inputs: list[Known], path: str) -> Sequence[Kn
   for done, index in enumerate(order):
     once = Count()
     slices = [None if x is None else x[index] for x in xs]
-    outs = _run(once, inner.jaxpr, _consts(inner), [*fixed, *carry, *slices], here)
+    outs = _run(once, inner.jaxpr, _consts(inner), [*fixed, *carry, *slices], here, wanted)
     changed = [not _same(a, b) for a, b in zip(carry, outs[:carries], strict=True)]
     carry = outs[:carries]
     made.append(outs[carries:])
@@ -257,25 +277,6 @@ def _scan(total: Count, eqn: Any, inputs: list[Known], path: str) -> Sequence[Kn
   return [*carry, *stacked]
 
 
-def _scan_split(eqn: Any) -> tuple[int, int]:
-  """(constants, carried values) of a scan: what is scanned over has an axis more outside than in.
-
-  Read from ranks, as jax's own names for the numbers change from version to version.
-  """
-  inner = eqn.params["jaxpr"].jaxpr
-
-  def sliced(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    pairs = zip(outside, inside, strict=True)
-    return sum(len(a.aval.shape) > len(b.aval.shape) for a, b in pairs)
-
-  carries = len(inner.outvars) - sliced(eqn.outvars, inner.outvars)
-  return len(inner.invars) - sliced(eqn.invars, inner.invars) - carries, carries
-
-
-def _stack(parts: Sequence[Known]) -> Known:
-  return None if any(part is None for part in parts) else np.stack(parts)  # pyright: ignore
-
-
 def _consts(closed: Any) -> list[Known]:
   return [_small(c) for c in closed.consts]
 
@@ -284,7 +285,9 @@ def _same(a: Known, b: Known) -> bool:
   return (a is None and b is None) or (a is not None and b is not None and np.array_equal(a, b))
 
 
-def _while(total: Count, eqn: Any, inputs: list[Known], path: str) -> Sequence[Known]:
+def _while(
+  total: Count, eqn: Any, inputs: list[Known], path: str, wanted: Variables
+) -> Sequence[Known]:
   """Runs while its condition is known to hold; a loop that is unknown counts once, and is named."""
   params = eqn.params
   test, body = params["cond_jaxpr"], params["body_jaxpr"]
@@ -295,13 +298,13 @@ def _while(total: Count, eqn: Any, inputs: list[Known], path: str) -> Sequence[K
   each: Count | None = None
   iterations = 0
   while True:
-    go_on = _run(Count(), test.jaxpr, _consts(test), [*of_test, *carry], "")[0]
+    go_on = _run(Count(), test.jaxpr, _consts(test), [*of_test, *carry], "", wanted)[0]
     if go_on is None or iterations >= MOST_ITERATIONS:
-      return _unknown_while(total, eqn, of_body, iterations, here)
+      return _unknown_while(total, eqn, of_body, iterations, here, wanted)
     if not go_on:
       break
     once = Count()
-    carry = _run(once, body.jaxpr, _consts(body), [*of_body, *carry], here)
+    carry = _run(once, body.jaxpr, _consts(body), [*of_body, *carry], here, wanted)
     iterations += 1
     if not alike:
       total.add(once)
@@ -354,13 +357,13 @@ def _remaining(
 
 
 def _unknown_while(
-  total: Count, eqn: Any, of_body: list[Known], done: int, path: str
+  total: Count, eqn: Any, of_body: list[Known], done: int, path: str, wanted: Variables
 ) -> Sequence[Known]:
   body = eqn.params["body_jaxpr"]
   carry = [None] * (len(body.jaxpr.invars) - len(of_body))
   if not done:
     once = Count()
-    _run(once, body.jaxpr, _consts(body), [*of_body, *carry], path)
+    _run(once, body.jaxpr, _consts(body), [*of_body, *carry], path, wanted)
     iterations = expected(path)
     if iterations is not None:
       total.add(once, iterations)
@@ -383,14 +386,16 @@ def _depends_on_data(jaxpr: Any) -> bool:
   return False
 
 
-def _cond(total: Count, eqn: Any, inputs: list[Known], path: str) -> Sequence[Known]:
+def _cond(
+  total: Count, eqn: Any, inputs: list[Known], path: str, wanted: Variables
+) -> Sequence[Known]:
   """The branch that is taken; where that is unknown, the one with most products."""
   branches, (index, *args) = eqn.params["branches"], inputs
   chosen = range(len(branches)) if index is None else [min(int(index), len(branches) - 1)]
   tried = []
   for i in chosen:
-    once = Count()
-    outs = _run(once, branches[i].jaxpr, _consts(branches[i]), args, f"{path}/cond/branch_{i}_fun")
+    once, here = Count(), f"{path}/cond/branch_{i}_fun"
+    outs = _run(once, branches[i].jaxpr, _consts(branches[i]), args, here, wanted)
     tried.append((once, outs))
   once, outs = max(tried, key=lambda pair: pair[0].flops)
   total.add(once)
