@@ -31,10 +31,6 @@ PODS = {
   "vhd_play_qwen3_30b_a3b": vhd_play.pod,
   "finishing_qwen3_8b": finishing.finishing_8b_run,
 }
-# Without a report that says it fits; docs/plans/README.md says of each what happened.
-NOT_PLANNED = {
-  "qwen3_5_0_8b_h200_1",
-}
 MODULES = {"tpu": "libtpu", "gpu": "jax_cuda13_plugin"}
 
 
@@ -96,11 +92,9 @@ def test_attention_by_splash_is_planned(topology):
 @pytest.mark.parametrize("name", sorted(PODS))
 def test_every_pod_has_its_plan(name):
   index = (PLANS / "README.md").read_text()
-  assert f"`{name}`" in index if name in NOT_PLANNED else f"({name}.txt)" in index
-  assert (PLANS / f"{name}.txt").exists() != (name in NOT_PLANNED)
-  if name not in NOT_PLANNED:
-    text = (PLANS / f"{name}.txt").read_text()
-    assert "fits, " in text and "DOES NOT FIT" not in text
+  assert f"({name}.txt)" in index
+  text = (PLANS / f"{name}.txt").read_text()
+  assert "fits, " in text and "DOES NOT FIT" not in text
 
 
 @pytest.mark.parametrize("name", sorted(PODS))
