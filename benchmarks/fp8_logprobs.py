@@ -18,7 +18,7 @@ import numpy as np
 import rich.progress
 from tokenizers import Tokenizer
 
-from agentrl_jax.models import precision
+from agentrl_jax.models import matmul_fp8, precision
 from agentrl_jax.models.hf import load_model, load_weights
 from agentrl_jax.models.model import Model, Weights, cast
 from agentrl_jax.models.precision import Fp8
@@ -52,7 +52,7 @@ def tokens_of(directory: pathlib.Path, rows: int, length: int) -> np.ndarray:
 
 def forward(model: Model, dtype: Any, how: Fp8 | None) -> Callable[[Weights, Any], jax.Array]:
   """(weights, tokens [1 T]) -> log-probs of the next token [T V], as the learner computes them."""
-  options: dict[str, Any] = {} if how is None else {"matmul": precision.make_matmul(how)}
+  options: dict[str, Any] = {} if how is None else {"matmul": matmul_fp8.matmul}
 
   @jax.jit
   def run(weights: Weights, tokens: jax.Array) -> jax.Array:

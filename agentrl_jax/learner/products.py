@@ -9,7 +9,7 @@ from typing import Any
 
 import flax.struct
 
-from agentrl_jax.models import layers, lora, precision
+from agentrl_jax.models import layers, lora, matmul_fp8, precision
 from agentrl_jax.models.lora import Adapters, Lora
 from agentrl_jax.models.model import Model, Weights
 from agentrl_jax.models.precision import Fp8, History
@@ -27,7 +27,7 @@ class Products:
     """Of `Model.forward`; none where the model does as it does by itself."""
     if self == AS_MODEL:
       return {}
-    matmul = layers.matmul if self.fp8 is None else precision.make_matmul(self.fp8)
+    matmul = layers.matmul if self.fp8 is None else matmul_fp8.matmul
     return {"matmul": matmul if self.lora is None else lora.with_adapters(matmul)}
 
 

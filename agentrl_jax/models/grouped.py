@@ -7,7 +7,8 @@ at most one part-filled tile a group is wasted. Axis letters: M rows, G groups, 
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,17 +50,17 @@ def _by_platform(tpu, default):
 
 
 def _ragged_forward(x: Array, weight: Array, sizes: Array) -> Array:
-  return _zero_past_the_end(jax.lax.ragged_dot(x, weight, sizes), sizes)
+  return zero_past_the_end(jax.lax.ragged_dot(x, weight, sizes), sizes)
 
 
 def _ragged_backward(x: Array, weight: Array, sizes: Array, grad: Array) -> tuple[Array, Array]:
   product = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
   _, transpose = jax.vjp(product, x, weight)
-  x_grad, weight_grad = transpose(_zero_past_the_end(grad, sizes))
-  return _zero_past_the_end(x_grad, sizes), weight_grad
+  x_grad, weight_grad = transpose(zero_past_the_end(grad, sizes))
+  return zero_past_the_end(x_grad, sizes), weight_grad
 
 
-def _zero_past_the_end(x: Array, sizes: Array) -> Array:
+def zero_past_the_end(x: Array, sizes: Array) -> Array:
   return jnp.where((jnp.arange(x.shape[0]) < jnp.sum(sizes))[:, None], x, jnp.zeros((), x.dtype))
 
 
@@ -98,8 +99,71 @@ def _counted(rows: int, groups: int, block: int) -> str:
   return f"tiles_of_{block}_in_{groups}_groups_of_{rows}_rows"
 
 
-def _part(x: Array, start: Array, block: int) -> Array:
-  return jax.lax.dynamic_slice_in_dim(x, start, block, 0)
+def map_tiles(
+  product: Callable[[Any, Array], Array],
+  rows: Any,
+  sizes: Int[Array, "G"],
+  outputs: int,
+  dtype: Any,
+) -> Float[Array, "M O"]:
+  """`product(rows of a tile, their group)` of each tile; rows past the last group give zeros.
+
+  Each tile is written whole: its rows past the end of the group belong to later tiles, which
+  overwrite them.
+
+  Args:
+    rows: a tree of arrays [M ...].
+  """
+  count = jax.tree.leaves(rows)[0].shape[0]
+  block = block_rows(count, sizes.shape[0])
+  of, padded = tiles(sizes, count, block), _padded(rows, block)
+
+  def tile(number: Array, made: Array) -> Array:
+    start = of.start[number]
+    part = product(_part(padded, start, block), of.group[number])
+    return jax.lax.dynamic_update_slice_in_dim(made, part.astype(dtype), start, 0)
+
+  start = jnp.zeros((count + block, outputs), dtype)
+  with jax.named_scope(_counted(count, sizes.shape[0], block)):
+    made = jax.lax.fori_loop(0, of.count, tile, start)
+  return zero_past_the_end(made[:count], sizes)
+
+
+def sum_tiles(
+  product: Callable[[Any], Array],
+  rows: Any,
+  sizes: Int[Array, "G"],
+  shape: tuple[int, ...],
+  block: int | None = None,
+) -> Float[Array, "G I O"]:
+  """The float32 sum of `product(rows of a tile)` over each group's tiles; rows of a tile that are
+  not of its group are zeros there. `rows` as of `map_tiles`, `block` rows of a tile.
+  """
+  count = jax.tree.leaves(rows)[0].shape[0]
+  block = block or block_rows(count, sizes.shape[0])
+  of, padded = tiles(sizes, count, block), _padded(rows, block)
+
+  def tile(number: Array, total: Array) -> Array:
+    start = of.start[number]
+    own = start + jnp.arange(block) < of.stop[number]
+
+    def masked(x: Array) -> Array:
+      return jnp.where(own.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
+
+    part = jax.tree.map(masked, _part(padded, start, block))
+    return total.at[of.group[number]].add(product(part))
+
+  zeros = jnp.zeros((sizes.shape[0], *shape), jnp.float32)
+  with jax.named_scope(_counted(count, sizes.shape[0], block)):
+    return jax.lax.fori_loop(0, of.count, tile, zeros)
+
+
+def _padded(rows: Any, block: int) -> Any:
+  return jax.tree.map(lambda x: jnp.pad(x, ((0, block), *[(0, 0)] * (x.ndim - 1))), rows)
+
+
+def _part(rows: Any, start: Array, block: int) -> Any:
+  return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, block, 0), rows)
 
 
 def _tiled_forward(x: Array, weight: Array, sizes: Array) -> Array:
@@ -107,41 +171,16 @@ def _tiled_forward(x: Array, weight: Array, sizes: Array) -> Array:
 
 
 def _tiled_product(x: Array, weight: Array, sizes: Array, letters: str) -> Array:
-  """Each tile is written whole: its rows past the end of the group belong to later tiles, which
-  overwrite them.
-  """
-  rows, block = x.shape[0], block_rows(x.shape[0], weight.shape[0])
-  of = tiles(sizes, rows, block)
-  padded = jnp.pad(x, ((0, block), (0, 0)))
+  def product(part: Array, group: Array) -> Array:
+    return jnp.einsum(letters, part, weight[group], preferred_element_type=jnp.float32)
+
   outputs = weight.shape[2 if letters.endswith("o") else 1]
-
-  def tile(number: Array, made: Array) -> Array:
-    part = _part(padded, of.start[number], block)
-    product = jnp.einsum(
-      letters, part, weight[of.group[number]], preferred_element_type=jnp.float32
-    )
-    return jax.lax.dynamic_update_slice_in_dim(made, product.astype(x.dtype), of.start[number], 0)
-
-  start = jnp.zeros((rows + block, outputs), x.dtype)
-  with jax.named_scope(_counted(rows, weight.shape[0], block)):
-    made = jax.lax.fori_loop(0, of.count, tile, start)
-  return _zero_past_the_end(made[:rows], sizes)
+  return map_tiles(product, x, sizes, outputs, x.dtype)
 
 
 def _tiled_backward(x: Array, weight: Array, sizes: Array, grad: Array) -> tuple[Array, Array]:
-  rows, block = x.shape[0], block_rows(x.shape[0], weight.shape[0])
-  of = tiles(sizes, rows, block)
-  padded_x, padded_grad = (jnp.pad(a, ((0, block), (0, 0))) for a in (x, grad))
+  def product(part: tuple[Array, Array]) -> Array:
+    return jnp.einsum("bi,bo->io", *part, preferred_element_type=jnp.float32)
 
-  def tile(number: Array, total: Array) -> Array:
-    start, group = of.start[number], of.group[number]
-    own = (start + jnp.arange(block) < of.stop[number])[:, None]
-    part = jnp.where(own, _part(padded_x, start, block), jnp.zeros((), x.dtype))
-    grads = jnp.where(own, _part(padded_grad, start, block), jnp.zeros((), x.dtype))
-    product = jnp.einsum("bi,bo->io", part, grads, preferred_element_type=jnp.float32)
-    return total.at[group].add(product)
-
-  zeros = jnp.zeros(weight.shape, jnp.float32)
-  with jax.named_scope(_counted(rows, weight.shape[0], block)):
-    weight_grad = jax.lax.fori_loop(0, of.count, tile, zeros)
+  weight_grad = sum_tiles(product, (x, grad), sizes, weight.shape[1:])
   return _tiled_product(grad, weight, sizes, "bo,io->bi"), weight_grad.astype(weight.dtype)

@@ -18,8 +18,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from agentrl_jax.models import layers
-from agentrl_jax.models.grouped import grouped_matmul
+from agentrl_jax.models.grouped_fp8 import ON_ONE_DEVICE, Spread, grouped_product
 from agentrl_jax.models.model import ParamSpec, param, parameter_path
+from agentrl_jax.models.precision import Amax, Multiplied, Stored
 from agentrl_jax.models.sharding import BATCH, RULES, Rules, partition
 from agentrl_jax.types import RouterSums
 
@@ -79,7 +80,7 @@ class Routing:
 
 @flax.struct.dataclass
 class Experts:
-  """E gated MLPs."""
+  """E gated MLPs; weights may be `Multiplied`."""
 
   gate: Float[Array, "E D F"]
   up: Float[Array, "E D F"]
@@ -221,7 +222,7 @@ def moe(
   )
   choice = choose(router, logits, weights.correction, replay)
   expert = jnp.where(real[..., None], choice.expert, NOWHERE)
-  mixed = compute(_plain(weights.experts, x.dtype), x, expert, choice.weight)
+  mixed = compute(_ready(weights.experts, x.dtype), x, expert, choice.weight)
   if weights.shared is not None:
     shared = layers.mlp(weights.shared, x, matmul=matmul, limit=weights.experts.limit)
     if weights.shared_gate is not None:
@@ -230,11 +231,17 @@ def moe(
   return mixed, (sums_of(choice.probability, logits, expert, real), expert)
 
 
-def _plain(experts: Experts, dtype: Any) -> Experts:
-  """All as arrays, those held in other forms in `dtype`: the product of groups takes no others."""
+def _ready(experts: Experts, dtype: Any) -> Experts:
+  """All as arrays or `Multiplied`, those held in other forms in `dtype`: the product of groups
+  takes no others. What is `Stored` for products in FP8 is quantised again, to the same numbers.
+  """
 
-  def one(weight: Any) -> Array:
-    return weight if isinstance(weight, Array) else layers.plain(weight, dtype)
+  def one(weight: Any) -> Any:
+    if isinstance(weight, Array | Multiplied):
+      return weight
+    plain = layers.plain(weight, dtype)
+    products = weight.products if isinstance(weight, Stored) else None
+    return plain if products is None else Multiplied(plain, products)
 
   return Experts(one(experts.gate), one(experts.up), one(experts.down), experts.limit)
 
@@ -265,12 +272,13 @@ def compute_experts(
   x: Float[Array, "B T D"],
   expert: Int[Array, "B T K"],
   weight: Float[Array, "B T K"],
+  spread: Spread = ON_ONE_DEVICE,
 ) -> Float[Array, "B T D"]:
   """Each token's experts, weighted and summed; zero where all are NOWHERE.
 
   Tokens are sorted by expert, so that the work is that of the experts chosen.
   """
-  experts, count = weights.gate.shape[0], expert.shape[-1]
+  experts, count = _array(weights.gate).shape[0], expert.shape[-1]
   flat = x.reshape(-1, x.shape[-1])
   last = jnp.where(expert == NOWHERE, experts, expert).reshape(-1)
   order = jnp.argsort(last)
@@ -278,15 +286,23 @@ def compute_experts(
   back = jnp.zeros_like(order).at[order].set(place, unique_indices=True)
   sizes = _counts(last, experts)
   rows = _dispatch(flat, order, back, count)
-  gate, up = (grouped_matmul(rows, w, sizes) for w in (weights.gate, weights.up))
+  gate, up = (grouped_product(rows, w, sizes, spread) for w in (weights.gate, weights.up))
   gate, up = layers.clamped(gate, up, weights.limit)
   hidden = jax.nn.silu(gate) * up
-  made = _restore(grouped_matmul(hidden, weights.down, sizes), order, back)
+  made = _restore(grouped_product(hidden, weights.down, sizes, spread), order, back)
   made = made.reshape(*expert.shape, -1)
   summed = jnp.einsum(
     "btkd,btk->btd", made, weight.astype(x.dtype), preferred_element_type=jnp.float32
   )
   return summed.astype(x.dtype)
+
+
+def _array(weight: Any) -> Any:
+  return weight.weight if isinstance(weight, Multiplied) else weight
+
+
+def _with_array(weight: Any, array: Any) -> Any:
+  return dataclasses.replace(weight, weight=array) if isinstance(weight, Multiplied) else array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -328,21 +344,31 @@ def sharded_experts(mesh: Mesh, *, rules: Rules = RULES) -> ComputeExperts:
   Each device gathers the tokens of its expert axis, computes the experts it holds, and the parts
   are summed and scattered back: no token is dropped and no shape depends on the routing. Rows of
   the batch lie over that axis too, so that attention is not repeated along it.
+
+  In FP8 each device rounds the part that it multiplies. Blocks are those of one device where
+  `tensor` cuts the width at multiples of 128 and rows lie over `expert` alone; other axes of the
+  batch leave other rows beside each other in the blocks of a weight's gradient.
   """
 
-  def spread(weights: Experts) -> Experts:
-    def of(weight: Array, *axes: str) -> Any:
-      return partition(ParamSpec(weight.shape, None, axes, layers.zeros), mesh, rules=rules)
+  def placed(weights: Experts) -> Experts:
+    def of(weight: Any, *axes: str) -> Any:
+      spec = ParamSpec(_array(weight).shape, None, axes, layers.zeros)
+      where = partition(spec, mesh, rules=rules)
+      if isinstance(weight, Multiplied) and weight.amax is not None:
+        copies: Any = PartitionSpec()
+        each: Any = PartitionSpec(*where[:1])
+        weight = dataclasses.replace(weight, amax=Amax(copies, each, copies))
+      return _with_array(weight, where)
 
     wide = of(weights.gate, "experts", "embed", "ffw")
     down = of(weights.down, "experts", "ffw", "embed")
     return Experts(gate=wide, up=wide, down=down, limit=weights.limit)
 
   def compute(weights: Experts, x: Array, expert: Array, weight: Array) -> Array:
-    specs = spread(weights)
+    specs = placed(weights)
     tokens = PartitionSpec(*BATCH, None)
     run = jax.shard_map(
-      functools.partial(_on_device, specs),
+      functools.partial(_on_device, specs, tuple(mesh.axis_names)),
       mesh=mesh,
       in_specs=(specs, tokens, tokens, tokens),
       out_specs=tokens,
@@ -353,27 +379,40 @@ def sharded_experts(mesh: Mesh, *, rules: Rules = RULES) -> ComputeExperts:
   return compute
 
 
-def _on_device(specs: Experts, weights: Experts, x: Array, expert: Array, weight: Array) -> Array:
-  """What one device of `sharded_experts` does; `specs` say how the whole weights are spread."""
-  spread: Any = specs.gate
-  experts_axis, embed_axis, width_axis = (*spread, None, None, None)[:3]
+def _on_device(
+  specs: Experts,
+  axes: tuple[str, ...],
+  weights: Experts,
+  x: Array,
+  expert: Array,
+  weight: Array,
+) -> Array:
+  """What one device of `sharded_experts` does; `specs` say how the whole weights are spread over
+  the mesh, whose axes these are.
+  """
+  experts_axis, embed_axis, width_axis = (*_array(specs.gate), None, None, None)[:3]
   if embed_axis:
     gather = functools.partial(jax.lax.all_gather, axis_name=embed_axis, tiled=True)
+
+    def gathered(weight: Any, axis: int) -> Any:
+      return _with_array(weight, gather(_array(weight), axis=axis))
+
     weights = Experts(
-      gate=gather(weights.gate, axis=1),
-      up=gather(weights.up, axis=1),
-      down=gather(weights.down, axis=2),
+      gate=gathered(weights.gate, 1),
+      up=gathered(weights.up, 1),
+      down=gathered(weights.down, 2),
       limit=weights.limit,
     )
   if experts_axis:
     gather = functools.partial(jax.lax.all_gather, axis_name=experts_axis, axis=0, tiled=True)
     x, expert, weight = gather(x), gather(expert), gather(weight)
-    held = weights.gate.shape[0]
+    held = _array(weights.gate).shape[0]
     expert = expert - jax.lax.axis_index(experts_axis) * held
     expert = jnp.where((expert >= 0) & (expert < held), expert, NOWHERE)
+  spread = Spread(axes, tuple(axis for axis in axes if axis != experts_axis))
   # Says what part of the rows is expected to stay here, for plans: no shape does.
   with jax.named_scope(f"one_in_{jax.lax.axis_size(experts_axis) if experts_axis else 1}_rows"):
-    made = compute_experts(weights, x, expert, weight)
+    made = compute_experts(weights, x, expert, weight, spread)
   if width_axis:
     made = jax.lax.psum(made, width_axis)
   if experts_axis:

@@ -1,9 +1,6 @@
-"""Products with weights in FP8, and weights held as FP8.
+"""Which weights are multiplied in FP8 and which are held as FP8: a table, and marks on the weights.
 
-Both operands of a product are rounded to 8 bits with a scale for each block or for the whole, and
-summed in float32: e4m3 forward, e5m2 or e4m3 for what comes back (Micikevicius et al. 2022; blocks
-as DeepSeek-AI 2024, section 3.3). The master weights stay what they are. A number too large for its
-format becomes the largest there is, never infinite or NaN; a NaN stays one.
+`matmul_fp8` and `grouped_fp8` multiply by the marks. The master weights stay what they are.
 """
 
 import dataclasses
@@ -16,24 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from agentrl_jax.models import layers
 from agentrl_jax.models.model import Model, Weights, is_spec, parameter_path
-from agentrl_jax.ops.quantize import (
-  OCP,
-  Quantization,
-  block_amax,
-  dequantize,
-  finite,
-  quantize,
-  quantize_with,
-  scales_of,
-)
+from agentrl_jax.ops.quantize import OCP, Quantization, dequantize, quantize
 
-BLOCK = 128
-_WEIGHT = OCP  # 128 x 128, the numbers that a push sends
-_ROWS = OCP._replace(block=(1, BLOCK))  # along a row: of what is summed over in the product
-_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
-_FLOAT32 = float(jnp.finfo(jnp.float32).max)
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 
 class May(NamedTuple):
@@ -43,7 +26,7 @@ class May(NamedTuple):
   store: bool  # held as FP8 by the sampler
 
 
-_BOTH, _STORE, _NEVER = May(True, True), May(False, True), May(False, False)
+_BOTH, _NEVER = May(True, True), May(False, False)
 
 # By the end of a weight's path in a model; what is not listed is `_NEVER`.
 PLACES: Mapping[str, May] = {
@@ -61,10 +44,9 @@ PLACES: Mapping[str, May] = {
   "moe.shared.gate": _BOTH,
   "moe.shared.up": _BOTH,
   "moe.shared.down": _BOTH,
-  # The grouped product computes in the dtype of the activations.
-  "moe.experts.gate": _STORE,
-  "moe.experts.up": _STORE,
-  "moe.experts.down": _STORE,
+  "moe.experts.gate": _BOTH,
+  "moe.experts.up": _BOTH,
+  "moe.experts.down": _BOTH,
   # A choice of experts flips on the last bit; logits become log-probs; embeddings are looked up;
   # norms and biases are vectors.
   "moe.router": _NEVER,
@@ -75,6 +57,7 @@ PLACES: Mapping[str, May] = {
 }
 MULTIPLIED = tuple(name for name, may in PLACES.items() if may.multiply)
 STORED = tuple(name for name, may in PLACES.items() if may.store)
+EXPERTS = tuple(name for name in PLACES if name.startswith("moe.experts."))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +76,8 @@ class Fp8:
   places: tuple[str, ...] = MULTIPLIED
 
   def __post_init__(self):
-    if self.gradient not in _LARGEST:
-      raise ValueError(f"gradient is {self.gradient!r}, expected one of {sorted(_LARGEST)}")
+    if self.gradient not in LARGEST:
+      raise ValueError(f"gradient is {self.gradient!r}, expected one of {sorted(LARGEST)}")
     if self.history < 0:
       raise ValueError(f"history is {self.history}, expected at least 0")
     if self.history and self.blocks:
@@ -110,7 +93,7 @@ class Fp8:
 @flax.struct.dataclass
 class Amax:
   """Largest magnitudes of a product's operands, newest first; the gradient's is of what comes
-  back. 0 is no step yet.
+  back. 0 is no step yet. Of experts each weight has its own, their rows one for all.
   """
 
   x: Float[Array, "... H"]
@@ -126,6 +109,7 @@ class Multiplied:
   """A weight whose products are in FP8."""
 
   weight: Array
+  how: Fp8 = flax.struct.field(pytree_node=False)
   amax: Amax | None = None  # None: dynamic
 
   def plain(self, dtype: Any) -> Array:
@@ -139,7 +123,8 @@ class Stored:
   values: Array
   scales: Float[Array, "..."]
   how: Quantization = flax.struct.field(pytree_node=False)
-  multiplied: bool = flax.struct.field(pytree_node=False, default=False)  # its products in FP8 too
+  # How it is multiplied in FP8; None: in the dtype of the activations.
+  products: Fp8 | None = flax.struct.field(pytree_node=False, default=None)
 
   def plain(self, dtype: Any) -> Array:
     """In `dtype`, with a leading expert axis where the values have one."""
@@ -155,7 +140,7 @@ def _is_at(path: tuple[Any, ...], places: tuple[str, ...]) -> bool:
 
 
 def marked(weights: Weights, how: Fp8, history: History | None = None) -> Weights:
-  """The weights with those of `how.places` as `Multiplied`, for `make_matmul(how)`.
+  """The weights with those of `how.places` as `Multiplied`, for `matmul_fp8.matmul`.
 
   Args:
     history: of `fresh_history`'s form, for delayed scaling; without it scales are dynamic.
@@ -164,7 +149,7 @@ def marked(weights: Weights, how: Fp8, history: History | None = None) -> Weight
   def one(path: tuple[Any, ...], weight: Array) -> Any:
     if not _is_at(path, how.places):
       return weight
-    return Multiplied(weight, (history or {}).get(".".join(parameter_path(path))))
+    return Multiplied(weight, how, (history or {}).get(".".join(parameter_path(path))))
 
   return jax.tree_util.tree_map_with_path(one, weights, is_leaf=is_spec)
 
@@ -184,14 +169,15 @@ def fresh_history(weights: Weights, how: Fp8) -> History | None:
   found = {}
   for path, weight in leaves:
     if _is_at(path, how.places):
-      empty = jnp.zeros((*weight.shape[:-2], how.history), jnp.float32)
-      found[".".join(parameter_path(path))] = Amax(empty, empty, empty)
+      each = jnp.zeros((*weight.shape[:-2], how.history), jnp.float32)
+      rows = each[..., 0, :] if _is_at(path, EXPERTS) else each
+      found[".".join(parameter_path(path))] = Amax(rows, each, rows)
   return found
 
 
 def remembered(history: History, seen: History) -> History:
-  """The history one step later; `seen` holds the step's magnitudes first, as the gradient of the
-  history that `make_matmul` gives.
+  """The history one step later; `seen` holds the step's magnitudes first, as products give them for
+  a gradient of the history.
   """
 
   def one(old: Array, new: Array) -> Array:
@@ -203,9 +189,9 @@ def remembered(history: History, seen: History) -> History:
 def stored(weights: Weights, products: Fp8 | None = None) -> Weights:
   """The weights, one tree a layer (`model.unstack`), with those of `STORED` held as FP8.
 
-  With `products` they are as `make_matmul(products)` multiplies them, at its places.
+  With `products` they are as these multiply them, at its places. Blocks are those of a push.
   """
-  how = _WEIGHT if products is None or products.blocks else _WEIGHT._replace(block=None)
+  how = OCP if products is None or products.blocks else OCP._replace(block=None)
   places = () if products is None else products.places
   of = functools.partial(quantize, how=how)
 
@@ -213,152 +199,6 @@ def stored(weights: Weights, products: Fp8 | None = None) -> Weights:
     if not _is_at(path, STORED):
       return weight
     held = of(weight) if weight.ndim == 2 else jax.vmap(of)(weight)
-    return Stored(*held, how, multiplied=_is_at(path, places))
+    return Stored(*held, how, products if _is_at(path, places) else None)
 
   return jax.tree_util.tree_map_with_path(one, weights)
-
-
-def make_matmul(how: Fp8) -> layers.Matmul:
-  """A product for `Model.forward` and `Model.decode`: FP8 with weights that are `Multiplied`, or
-  `Stored` for that (forward only, by dynamic scales); in the dtype of the activations with all
-  others.
-  """
-
-  def matmul(x: Float[Array, "... I"], weight: Any) -> Float[Array, "... O"]:
-    if isinstance(weight, Multiplied):
-      return _product(how, x, weight.weight.astype(x.dtype), weight.amax)
-    if isinstance(weight, Stored) and weight.multiplied:
-      rows = x.reshape(-1, x.shape[-1])
-      made = _scaled_product(_quantized(rows, how), Operand(weight.values, weight.scales), x.dtype)
-      return made.reshape(*x.shape[:-1], -1)
-    return layers.matmul(x, weight)
-
-  return matmul
-
-
-class Operand(NamedTuple):
-  """A matrix in FP8; one scale for all of it, or those of its blocks."""
-
-  values: Array
-  scale: Array
-
-  @property
-  def T(self) -> "Operand":
-    return Operand(self.values.T, self.scale.T)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(how: Fp8, x: Array, weight: Array, amax: Amax | None) -> Array:
-  return _forward(how, x, weight, amax)[0]
-
-
-def _forward(how: Fp8, x: Array, weight: Array, amax: Amax | None) -> tuple[Array, tuple[Any, ...]]:
-  """Kept for the backward pass are operands in FP8 only."""
-  rows = x.reshape(-1, x.shape[-1])
-  seen = None
-  if how.blocks:
-    held = _quantized(weight, how, of_weight=True)
-    made = _scaled_product(_quantized(rows, how), held, x.dtype)
-    kept = _quantized(rows.T, how)  # the weight's gradient sums over tokens
-  else:
-    coded, x_now = _whole(rows, "float8_e4m3fn", None if amax is None else amax.x)
-    held, weight_now = _whole(weight, "float8_e4m3fn", None if amax is None else amax.weight)
-    made = _scaled_product(coded, held, x.dtype)
-    kept = coded.T
-    seen = None if amax is None else (x_now, weight_now)
-  return made.reshape(*x.shape[:-1], -1), (kept, held, amax, seen)
-
-
-def _backward(how: Fp8, saved: tuple[Any, ...], grad: Array) -> tuple[Array, Array, Amax | None]:
-  kept, held, amax, seen = saved
-  rows = grad.reshape(-1, grad.shape[-1])
-  if how.blocks:
-    backward, tokens = _quantized(rows, how, how.gradient), _quantized(rows.T, how, how.gradient)
-    onto_x = _scaled_product(backward, held.T, grad.dtype)
-    of_weight = _scaled_product(kept, tokens.T, grad.dtype)
-  else:
-    coded, now = _whole(rows, how.gradient, None if amax is None else amax.gradient)
-    onto_x = _scaled_product(coded, held.T, grad.dtype)
-    of_weight = _scaled_product(kept, coded, grad.dtype)
-    amax = None if amax is None else _newest(amax, seen[0], seen[1], now)
-  return onto_x.reshape(*grad.shape[:-1], -1), of_weight, amax
-
-
-_product.defvjp(_forward, _backward)
-
-
-def _newest(amax: Amax, x: Array, weight: Array, gradient: Array) -> Amax:
-  """The step's magnitudes in place of a gradient of the history: nothing learns from that."""
-  first = jnp.zeros_like(amax.x).at[0].set
-  return Amax(first(x), first(weight), first(gradient))
-
-
-def _quantized(
-  values: Float[Array, "M K"], how: Fp8, dtype: str = "float8_e4m3fn", *, of_weight: bool = False
-) -> Operand:
-  """Rows in FP8 with scales of what there is now."""
-  block = None if not how.blocks else (_WEIGHT if of_weight else _ROWS).block
-  return Operand(*quantize(finite(values), Quantization(dtype, block, top=_LARGEST[dtype])))
-
-
-def _whole(
-  values: Float[Array, "M K"], dtype: str, history: Float[Array, "H"] | None
-) -> tuple[Operand, Array]:
-  """Values with one scale, and their largest magnitude now; the scale is of the history once there
-  is one.
-  """
-  how = Quantization(dtype, None, top=_LARGEST[dtype])
-  values = finite(values)
-  now = used = block_amax(values, how)
-  if history is not None:
-    before = jnp.max(history)
-    used = jnp.where(before > 0, before, now)
-  scale = scales_of(used, how)
-  return Operand(quantize_with(values, scale, how), scale), now
-
-
-def _scaled_product(left: Operand, right: Operand, dtype: Any) -> Array:
-  """left [M K] @ right [K N] in `dtype`, where scales are of the whole, or of left's [1 x 128]
-  ([M, K / 128]) and right's [128 x 128] or [128 x 1].
-  """
-  if left.scale.ndim == 0:
-    made = _saturated(_saturated(_dot(left.values, right.values) * left.scale) * right.scale)
-  else:
-    columns = _by_column(right.scale, right.values.shape[1])
-    made = _blocks(left.values, left.scale, right.values, columns)
-  return jnp.clip(made, *_range(dtype)).astype(dtype)
-
-
-def _blocks(left: Array, left_scale: Array, right: Array, right_scale: Array) -> Array:
-  """Block after block of what is summed over, each scaled before it is added."""
-  count = left_scale.shape[1]
-  extra = count * BLOCK - left.shape[1]
-  left, right = jnp.pad(left, ((0, 0), (0, extra))), jnp.pad(right, ((0, extra), (0, 0)))
-  part_of = jax.lax.dynamic_slice_in_dim
-
-  def add(number: Array, total: Array) -> Array:
-    at = number * BLOCK
-    part = _dot(part_of(left, at, BLOCK, 1), part_of(right, at, BLOCK, 0))
-    part = _saturated(part * part_of(left_scale, number, 1, 1))
-    return total + _saturated(part * part_of(right_scale, number, 1, 0))
-
-  start = jnp.zeros((left.shape[0], right.shape[1]), jnp.float32)
-  return jax.lax.fori_loop(0, count, add, start)
-
-
-def _by_column(scale: Float[Array, "K/128 ..."], columns: int) -> Float[Array, "K/128 N"]:
-  return scale if scale.shape[1] == columns else jnp.repeat(scale, BLOCK, 1)[:, :columns]
-
-
-def _dot(left: Array, right: Array) -> Float[Array, "M N"]:
-  axes = (((1,), (0,)), ((), ()))
-  return jax.lax.dot_general(left, right, axes, preferred_element_type=jnp.float32)
-
-
-def _saturated(x: Float[Array, "M N"]) -> Float[Array, "M N"]:
-  return jnp.clip(x, -_FLOAT32, _FLOAT32)
-
-
-def _range(dtype: Any) -> tuple[float, float]:
-  largest = float(jnp.finfo(dtype).max)
-  return -largest, largest

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from agentrl_jax.models import moe, precision
+from agentrl_jax.models import matmul_fp8, moe, precision
 from agentrl_jax.models.model import Cache, Model, Weights, cast, unstack
 from agentrl_jax.models.precision import Fp8
 from agentrl_jax.models.sharding import BATCH
@@ -38,7 +38,7 @@ class SamplerFp8:
   @property
   def options(self) -> Mapping[str, Any]:
     """Of `Model.decode`."""
-    return {} if self.products is None else {"matmul": precision.make_matmul(self.products)}
+    return {} if self.products is None else {"matmul": matmul_fp8.matmul}
 
 
 NO_FP8 = SamplerFp8()

@@ -17,6 +17,7 @@ from agentrl_jax.models.sharding import make_mesh
 from agentrl_jax.types import Aux
 from tests.learner.test_llama import MODEL
 from tests.learner.toy import random_batch, toy_model
+from tests.models.test_moe_families import QWEN3
 
 SGD = optax.sgd(1.0)
 
@@ -92,6 +93,40 @@ def test_weights_beside_a_critic_are_spread_as_without_one():
   same = jax.tree.map(lambda a, b: a.sharding == b.sharding, alone.weights, beside.weights)
   assert all(jax.tree.leaves(same))
   assert not all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(beside.weights))
+
+
+@pytest.mark.parametrize(
+  "how",
+  [
+    Fp8(blocks=False, history=2),
+    pytest.param(Fp8(), marks=pytest.mark.slow),
+    pytest.param(Fp8(blocks=False), marks=pytest.mark.slow),
+  ],
+  ids=["delayed", "blocks", "tensor"],
+)
+def test_a_mixture_learns_with_its_experts_in_fp8(how):
+  """Steps on one batch lower its loss as steps in float32 do, on an expert axis."""
+  batch = random_batch(3, rows=8, vocabulary=32)
+  loss_batch = make_prepare(sft())(batch, Aux(old_logp=np.zeros(batch.tokens.shape, np.float32)))
+  optimizer, mesh = optax.adam(1e-2), make_mesh(expert=2)
+  losses = {}
+  for products in (Products(), Products(how)):
+    state = make_state(QWEN3, optimizer, mesh, seed=1, products=products)
+    step = make_step(QWEN3, optimizer, sft(), mesh, micro_rows=2, products=products)
+    losses[products] = []
+    for _ in range(6):
+      state, metrics = step(state, loss_batch)
+      losses[products].append(float(metrics["loss"].total))
+    assert int(state.skipped) == 0
+  exact, made = losses.values()
+  assert made[-1] < made[0] - 0.5 * (exact[0] - exact[-1])
+  assert exact[0] - exact[-1] > 0.5 and made[0] != exact[0]
+  if how.history:
+    history = jax.device_get(state.beside.history)
+    for name in ("gate", "up", "down"):
+      amax = history[f"layers.moe.experts.{name}"]
+      assert amax.x.shape == (2, 2) and amax.weight.shape == (2, 4, 2)
+      assert all((leaf > 0).all() for leaf in (amax.x, amax.weight, amax.gradient))
 
 
 def test_a_model_without_such_products_is_refused():

@@ -1,15 +1,13 @@
 """FP8 products: bit for bit against a numpy loop, their gradients, saturation, delayed scales."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from agentrl_jax.models import layers, llama, moe, precision
+from agentrl_jax.models import layers, llama, matmul_fp8, moe, precision
 from agentrl_jax.models.model import is_spec, parameter_path, unstack
-from agentrl_jax.models.precision import Amax, Fp8, Multiplied, make_matmul
+from agentrl_jax.models.precision import Amax, Fp8, Multiplied
 from agentrl_jax.ops.quantize import Quantization, dequantize, quantize
 from tests.models.test_dense import random_weights
 from tests.models.test_moe_families import DEEPSEEK, QWEN3
@@ -62,7 +60,7 @@ def test_a_product_equals_a_numpy_loop_bit_for_bit(how, block):
   if block:
     left[:, 128:256] *= 4
     right[:128, :128] /= 8
-  made = make_matmul(how)(jnp.asarray(left), Multiplied(jnp.asarray(right)))
+  made = matmul_fp8.matmul(jnp.asarray(left), Multiplied(jnp.asarray(right), how))
   np.testing.assert_array_equal(np.asarray(made), by_loop(left, right, block))
 
 
@@ -70,7 +68,7 @@ def test_random_operands_too_to_the_order_of_summation():
   rng = np.random.default_rng(1)
   left = np.asarray(jnp.asarray(rng.normal(size=(4, 200)), jnp.bfloat16).astype(jnp.float32))
   right = np.asarray(jnp.asarray(rng.normal(size=(200, 130)), jnp.bfloat16).astype(jnp.float32))
-  made = make_matmul(Fp8())(jnp.asarray(left), Multiplied(jnp.asarray(right)))
+  made = matmul_fp8.matmul(jnp.asarray(left), Multiplied(jnp.asarray(right), Fp8()))
   np.testing.assert_allclose(np.asarray(made), by_loop(left, right, 128), rtol=2e-5, atol=2e-5)
 
 
@@ -88,7 +86,9 @@ def test_gradients_are_those_of_float32_but_for_rounding(how):
 
   @jax.jit
   def both(x, weight):
-    made, transpose = jax.vjp(lambda x, w: make_matmul(how)(x, Multiplied(w, empty)), x, weight)
+    made, transpose = jax.vjp(
+      lambda x, w: matmul_fp8.matmul(x, Multiplied(w, how, empty)), x, weight
+    )
     return made, *transpose(back)
 
   got = both(x, weight)
@@ -99,7 +99,7 @@ def test_gradients_are_those_of_float32_but_for_rounding(how):
     assert 0.8 * error < relative < 1.15 * error
 
   def rounded(values, dtype, block):
-    kind = Quantization(dtype, block if how.blocks else None, top=precision._LARGEST[dtype])
+    kind = Quantization(dtype, block if how.blocks else None, top=precision.LARGEST[dtype])
     return np.asarray(dequantize(*quantize(values, kind), kind), np.float64)
 
   rows, gradient = back.reshape(-1, 130), how.gradient
@@ -128,8 +128,9 @@ def test_what_is_too_large_saturates(how, dtype):
 
   @jax.jit
   def both(x, weight):
-    matmul = functools.partial(make_matmul(how))
-    made, transpose = jax.vjp(lambda x, w: matmul(x, Multiplied(w, small)), x, weight)
+    made, transpose = jax.vjp(
+      lambda x, w: matmul_fp8.matmul(x, Multiplied(w, how, small)), x, weight
+    )
     return made, *transpose(jnp.full_like(made, 3e38))
 
   for huge in (1e38, 3e38):
@@ -145,16 +146,15 @@ def test_what_is_too_large_saturates(how, dtype):
 def test_a_nan_is_not_hidden():
   with jax.debug_nans(False):
     for how in (Fp8(), TENSOR):
-      made = make_matmul(how)(jnp.full((1, 4), jnp.nan), Multiplied(jnp.ones((4, 4))))
+      made = matmul_fp8.matmul(jnp.full((1, 4), jnp.nan), Multiplied(jnp.ones((4, 4)), how))
       assert np.isnan(made).all()
 
 
 def test_delayed_scales_are_of_the_steps_before():
-  matmul = make_matmul(DELAYED)
   x, weight = jnp.full((2, 8), 3.0), jnp.full((8, 4), 0.5)
 
   def loss(history, x):
-    return jnp.sum(matmul(x, Multiplied(weight, history["w"])))
+    return jnp.sum(matmul_fp8.matmul(x, Multiplied(weight, DELAYED, history["w"])))
 
   history = {"w": Amax(*[jnp.zeros(3)] * 3)}
   for step, size in enumerate((1.0, 2.0, 0.25)):
@@ -164,7 +164,7 @@ def test_delayed_scales_are_of_the_steps_before():
     assert history["w"].gradient[0] == 1.0
     assert (history["w"].x[step + 1 :] == 0).all()
   # 6 is the largest of three: 24 is cut to it, as it is not known yet.
-  made = matmul(x * 8, Multiplied(weight, history["w"]))
+  made = matmul_fp8.matmul(x * 8, Multiplied(weight, DELAYED, history["w"]))
   np.testing.assert_allclose(made, np.full((2, 4), 8 * 6 * 0.5), rtol=1e-6)
   history = precision.remembered(history, jax.grad(loss)(history, x * 8))
   np.testing.assert_array_equal(history["w"].x, [24.0, 0.75, 6.0])
@@ -172,6 +172,7 @@ def test_delayed_scales_are_of_the_steps_before():
 
 PROJECTIONS = [f"attention.{name}" for name in ("query", "key", "value", "output")]
 MLP = ["gate", "up", "down"]
+EXPERTS = [f"layers.moe.experts.{name}" for name in MLP]
 LATENT = [f"attention.{name}" for name in ("query_down", "query", "down", "up", "output")]
 
 
@@ -179,15 +180,15 @@ LATENT = [f"attention.{name}" for name in ("query_down", "query", "down", "up", 
   ("model", "expected"),
   [
     (TINY, [f"layers.{name}" for name in (*PROJECTIONS, *(f"mlp.{n}" for n in MLP))]),
-    (QWEN3, [f"layers.{name}" for name in PROJECTIONS]),
+    (QWEN3, [*(f"layers.{name}" for name in PROJECTIONS), *EXPERTS]),
     (DEEPSEEK, [
       *(f"{stack}.{name}" for stack in ("dense_layers", "layers") for name in LATENT),
-      *(f"dense_layers.mlp.{n}" for n in MLP), *(f"layers.moe.shared.{n}" for n in MLP),
+      *(f"dense_layers.mlp.{n}" for n in MLP), *(f"layers.moe.shared.{n}" for n in MLP), *EXPERTS,
     ]),
   ],
 )  # fmt: skip
 def test_only_listed_places_are_in_fp8(model, expected):
-  """Never embedding, head, routers, routed experts, norms and biases."""
+  """Never embedding, head, routers, norms and biases."""
   marked = precision.marked(model.abstract(), Fp8())
   leaves, _ = jax.tree_util.tree_flatten_with_path(
     marked, is_leaf=lambda x: isinstance(x, Multiplied) or is_spec(x)
@@ -207,18 +208,17 @@ def test_a_model_in_fp8_and_its_master_weights():
     return TINY.forward(weights, tokens, sample, position, **options)
 
   plain = run(weights)
-  matmul = make_matmul(how)
-  made = jax.jit(lambda w: run(precision.marked(w, how), matmul=matmul))(weights)
+  made = jax.jit(lambda w: run(precision.marked(w, how), matmul=matmul_fp8.matmul))(weights)
   error = np.linalg.norm(made - plain) / np.linalg.norm(plain)
   assert 0.02 < error < 0.2  # 0.04 a product of random numbers, seven a layer
   gradient = jax.jit(
-    jax.grad(lambda w: jnp.sum(jnp.square(run(precision.marked(w, how), matmul=matmul))))
+    jax.grad(lambda w: jnp.sum(jnp.square(run(precision.marked(w, how), matmul=matmul_fp8.matmul))))
   )(weights)
   assert all(g.dtype == jnp.float32 and np.abs(g).max() > 0 for g in jax.tree.leaves(gradient))
 
   held = precision.stored(unstack(weights), how)
   positions = jnp.broadcast_to(jnp.arange(12), tokens.shape)
-  decoded, _ = jax.jit(lambda w, c: TINY.decode(w, c, tokens, positions, matmul=matmul))(
+  decoded, _ = jax.jit(lambda w, c: TINY.decode(w, c, tokens, positions, matmul=matmul_fp8.matmul))(
     held, TINY.init_cache(2, 16)
   )
   np.testing.assert_allclose(decoded, made, atol=2e-4)
@@ -232,7 +232,7 @@ def test_experts_are_stored_and_routers_are_not():
   assert held.experts.gate.values.dtype == jnp.float8_e4m3fn
   assert held.experts.gate.values.shape == weights.layers.moe.experts.gate.shape[1:]
   assert held.router.dtype == jnp.float32
-  back = held.replace(experts=moe._plain(held.experts, jnp.float32))
+  back = held.replace(experts=moe._ready(held.experts, jnp.float32))
   x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 16)), jnp.float32)
   real = jnp.ones((1, 5), bool)
   got, want = (
