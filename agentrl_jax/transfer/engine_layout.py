@@ -5,14 +5,18 @@ The same data gives the target of a direct push and the checksums that a rank mu
 push.
 """
 
+import concurrent.futures
+import functools
 import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import ml_dtypes
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from agentrl_jax.models.model import Model
 from agentrl_jax.ops.quantize import Quantization
@@ -58,6 +62,7 @@ _ITS_OWN = re.compile(
   r"(^|\.)(visual|mtp)\.|(^|[._])(rotary_emb|inv_freq|freqs_cis|(cos|sin|cos_sin)_cache)(\.|$)"
   r"|\.(expert_mask_gpu|embed_scale|gemma_weight|[kv]_scale)$"
 )
+_THREADS = 8  # hashing frees the interpreter lock
 _VOCAB_PADDING = 64  # sglang/srt/layers/vocab_parallel_embedding.py
 
 
@@ -79,16 +84,24 @@ def push_plan(
   align: int,
 ) -> Plan:
   """From a weight tree's layout to checkpoint tensors, or to the parameters of `ranks` ranks where
-  it is not zero. Raises ValueError as `plan`.
+  it is not zero. What a checkpoint keeps in float32 is sent so: the engine holds it so, too.
+
+  Raises ValueError as `plan`.
   """
-  made = assemblies(model.rules, {t.name: t.shape for t in source})
+  shapes = {t.name: t.shape for t in source}
+  made = assemblies(model.rules, shapes)
+  wide = assemblies((rule for rule in model.rules if rule.float32), shapes)
   quantized = quantized_weights(made, quantization) if quantization else {}
   target = whole(made, dtype, quantized=quantized)
   if ranks:
-    placed = parameters(made, ranks, kv_heads=model.units.get("kv_heads"))
+    kv_heads = model.units.get("kv_heads")
+    placed = parameters(made, ranks, kv_heads=kv_heads)
     quantized = quantized_parameters(placed, quantized)
     target = with_dtypes(direct_target(placed, dtype, ranks), quantized)
     made = [parameter.assembly for parameter in placed]
+    wide = tuple(one.assembly for one in parameters(wide, ranks, kv_heads=kv_heads))
+  names = {one.dst for one in wide}
+  target = [t._replace(dtype="float32") if t.name in names else t for t in target]
   return plan(
     source,
     target,
@@ -319,18 +332,32 @@ def checksums_of(
   Of a weight with scales of blocks, SGLang hashes the bfloat16 product of both, under the weight's
   name (sglang/srt/utils/weight_checker.py).
   """
-  out = {}
-  for name, value in parts.items():
-    scales = parts.get(f"{name}_scale_inv")
-    if block and name.endswith("_scale_inv") and name.removesuffix("_scale_inv") in parts:
-      continue
+
+  def digest(name: str) -> str:
+    value, scales = parts[name], parts.get(f"{name}_scale_inv")
     if block and scales is not None:
-      spread = np.repeat(np.repeat(scales, block[0], -2), block[1], -1)
-      spread = spread[..., : value.shape[-2], : value.shape[-1]]
-      value = (value.astype(np.float32) * spread).astype(ml_dtypes.bfloat16)
+      value = np.asarray(_product(value, scales, block))
     data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-    out[name] = hashlib.sha256(data).hexdigest()[:16]
-  return out
+    return hashlib.sha256(data).hexdigest()[:16]
+
+  def within_product(name: str) -> bool:
+    suffix = "_scale_inv"
+    return block is not None and name.endswith(suffix) and name.removesuffix(suffix) in parts
+
+  names = [name for name in parts if not within_product(name)]
+  with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+    return dict(zip(names, pool.map(digest, names), strict=True))
+
+
+@functools.partial(jax.jit, static_argnames="block")
+def _product(
+  values: Float[Array, "*E N K"], scales: Float[Array, "*E n k"], block: tuple[int, int]
+) -> Float[Array, "*E N K"]:
+  """What values and the scales of their blocks stand for, rounded to bfloat16."""
+  rows, columns = values.shape[-2:]
+  spread = jnp.repeat(scales, block[0], -2)[..., :rows, :]
+  spread = jnp.repeat(spread, block[1], -1)[..., :columns]
+  return (values.astype(jnp.float32) * spread).astype(jnp.bfloat16)
 
 
 def _identity(

@@ -190,9 +190,9 @@ class SGLangPublisher:
     with clock.phase("send", chosen.nbytes * len(writing)):
       await self._each(round, writing, lambda r, peer: self._send(r, peer, staged))
     with clock.phase("verify"):
-      checksums = await expected
       sent = {segment.name for segment in chosen.segments}
-      await self._each(round, round.live, lambda r, peer: self._verify(r, peer, checksums, sent))
+      await self._each(round, round.live, lambda r, peer: self._verify(r, peer, expected, sent))
+      await expected  # so that its error is not lost where nobody was left to ask
       self._compare_replicas(round)
     with clock.phase("flush"):
       await self._each(round, writing, self._flush)
@@ -365,13 +365,15 @@ class SGLangPublisher:
     }
 
   async def _verify(
-    self, round: Round, peer: Peer, expected: Mapping, sent: Collection[str]
+    self, round: Round, peer: Peer, making: Awaitable[Mapping], sent: Collection[str]
   ) -> None:
+    """The server makes its checksums while `making` makes those that it must report."""
     try:
       got = await peer.control.checksums()
     except CallError as error:
       round.leave(peer, State.FENCED, error)
       return
+    expected = await making
     if peer.exact and expected:
       wrong = differences(got, expected[peer.ranks])
     else:

@@ -14,7 +14,13 @@ from agentrl_jax.models.model import initialize
 from agentrl_jax.models.sharding import make_mesh, shardings
 from agentrl_jax.ops.quantize import Quantization
 from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer
-from agentrl_jax.transfer.engine_layout import parameters, quantized_weights, unplanned, untied
+from agentrl_jax.transfer.engine_layout import (
+  parameters,
+  push_plan,
+  quantized_weights,
+  unplanned,
+  untied,
+)
 from agentrl_jax.transfer.layout import apply, assemblies
 from agentrl_jax.transfer.stage import source_layout
 from agentrl_jax.transfer.transports.disk import DiskTransport
@@ -190,3 +196,15 @@ def test_the_server_starts_from_an_export_and_takes_a_push(name, sglang_python, 
     got, _ = score(server)
     want = reference(sglang_python, model, weights, tmp_path / "original", tmp_path / "export")
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("name", HYBRID)
+def test_what_checkpoints_keep_in_float32_is_sent_so(name, ranks):
+  """Decays of the delta rule: rounded to bfloat16 a sampler would forget at another rate."""
+  model = HYBRID[name]
+  layout = source_layout(transfer.random_weights(model))
+  options = dict(quantization=None, bucket_bytes=1 << 20, align=16)
+  made = push_plan(model, layout, "bfloat16", ranks, **options)
+  wide = {segment.name for segment in made.segments if segment.dtype == "float32"}
+  assert wide == {s.name for s in made.segments if s.name.endswith(".A_log")} != set()
