@@ -84,9 +84,9 @@ def test_attention_by_splash_is_planned(topology):
     assert program["uncounted"] == [] and program["counted_once"] == []
     assert 8 * program["flops"] == pytest.approx(program["flops_all"], rel=0.05)
   assert evaluate["flops_all"] == pytest.approx(forward + 2 * product, rel=0.02)
-  # All four times but the last product of layers; attention once, and seven products back.
-  down = 2 * rows * length * layers * config.ffw * config.embed
-  assert step["flops_all"] == pytest.approx(4 * forward - down + 9 * product, rel=0.01)
+  # All four times but the last product of layers and the head; attention once, and seven back.
+  thrice = 2 * rows * length * config.embed * (layers * config.ffw + config.vocab_size)
+  assert step["flops_all"] == pytest.approx(4 * forward - thrice + 9 * product, rel=0.01)
 
 
 @pytest.mark.parametrize("name", sorted(PODS))
