@@ -52,11 +52,15 @@ MODELS = {"qwen3_5": DENSE, "qwen3_5_moe": MOE}
 
 @pytest.mark.parametrize("name", ["qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)])
 def test_log_probs_and_gradients_equal_transformers(moe_reference, name):
-  """Over more than two chunks of the delta rule; of experts and dense."""
+  """Over more than two chunks of the delta rule; of experts and dense.
+
+  Through the rule's products of decays rounding grows: on one processor gradients were 2e-5 apart,
+  on another less than 1e-5.
+  """
   model, weights, arrays = load(moe_reference, name)
   gradient, logp = gradient_and_log_probs(model, weights, arrays)
   np.testing.assert_allclose(logp, arrays["logp"], **TOLERANCE)
-  assert_gradients(gradient, arrays)
+  assert_gradients(gradient, arrays, atol=4e-5)
 
 
 @pytest.mark.parametrize("name", [pytest.param("qwen3_5", marks=pytest.mark.slow), "qwen3_5_moe"])
