@@ -306,14 +306,12 @@ def main(_) -> None:
   pushed = {}
   if MODEL.value:
     pushed = pushes(Path(MODEL.value), 1 if SMOKE.value else ROUNDS.value)
-    for name, row in pushed.items():
-      print(name, " ".join(f"{key} {value:.3g}" for key, value in row.items()))
   both = {}
   if FP8.value:
     sizes = {**QWEN3, **(SMALL if SMOKE.value else {})}
     both = pushes_of_both_formats(sizes, 1 if SMOKE.value else ROUNDS.value)
-    for name, row in both.items():
-      print(name, " ".join(f"{key} {value:.3g}" for key, value in row.items()))
+  for name, row in (pushed | both).items():
+    print(name, " ".join(f"{key} {value:.3g}" for key, value in row.items()))
   if SMOKE.value:
     return
   path = Path(OUTPUT.value)

@@ -166,7 +166,8 @@ def _parts(spread: NamedSharding | None) -> _Parts:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _compact(temperature, chunk, parts, hidden, unembedding, source, target, valid, after):
-  places = source, target, valid, after
+  del after
+  places = source, target, valid
   return _over_compact(temperature, chunk, parts, hidden, unembedding, *places, keep=False)[0]
 
 
@@ -200,11 +201,8 @@ def _over_chunks(valid, chunk, body, start):
     return jax.lax.fori_loop(0, (fullest + chunk - 1) // chunk, body, start)
 
 
-def _over_compact(
-  temperature, chunk, parts, hidden, unembedding, source, target, valid, after, *, keep
-):
+def _over_compact(temperature, chunk, parts, hidden, unembedding, source, target, valid, *, keep):
   """((log-probs, entropies), log of the partition function, logits of all chunks or None)."""
-  del after
   states, head = _gathered(parts, hidden, unembedding)
 
   def body(i, carry):
@@ -235,11 +233,11 @@ def _over_compact(
 
 def _compact_forward(temperature, chunk, parts, hidden, unembedding, source, target, valid, after):
   on_a_device = source.size * unembedding.shape[1] // (parts.rows * parts.columns)
-  places = source, target, valid, after
+  places = source, target, valid
   (logp, entropy), lse, kept = _over_compact(
     temperature, chunk, parts, hidden, unembedding, *places, keep=on_a_device <= KEPT_ELEMENTS
   )
-  return (logp, entropy), (hidden, unembedding, *places, entropy, lse, kept)
+  return (logp, entropy), (hidden, unembedding, *places, after, entropy, lse, kept)
 
 
 def _compact_backward(temperature, chunk, parts, residuals, cotangents):

@@ -16,10 +16,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
 
 from agentrl_jax.models.model import Model
-from agentrl_jax.ops.quantize import Quantization
+from agentrl_jax.ops.quantize import Quantization, dequantize
 from agentrl_jax.transfer.layout import (
   Assembly,
   apply,
@@ -336,28 +335,16 @@ def checksums_of(
   def digest(name: str) -> str:
     value, scales = parts[name], parts.get(f"{name}_scale_inv")
     if block and scales is not None:
-      value = np.asarray(_product(value, scales, block))
+      plain = functools.partial(dequantize, how=Quantization(block=block))
+      made = plain(value, scales) if value.ndim == 2 else jax.vmap(plain)(value, scales)
+      value = np.asarray(made.astype(jnp.bfloat16))
     data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
     return hashlib.sha256(data).hexdigest()[:16]
 
-  def within_product(name: str) -> bool:
-    suffix = "_scale_inv"
-    return block is not None and name.endswith(suffix) and name.removesuffix(suffix) in parts
-
-  names = [name for name in parts if not within_product(name)]
+  within_products = {f"{name}_scale_inv" for name in parts} if block else set()
+  names = [name for name in parts if name not in within_products]
   with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
     return dict(zip(names, pool.map(digest, names), strict=True))
-
-
-@functools.partial(jax.jit, static_argnames="block")
-def _product(
-  values: Float[Array, "*E N K"], scales: Float[Array, "*E n k"], block: tuple[int, int]
-) -> Float[Array, "*E N K"]:
-  """What values and the scales of their blocks stand for, rounded to bfloat16."""
-  rows, columns = values.shape[-2:]
-  spread = jnp.repeat(scales, block[0], -2)[..., :rows, :]
-  spread = jnp.repeat(spread, block[1], -1)[..., :columns]
-  return (values.astype(jnp.float32) * spread).astype(jnp.bfloat16)
 
 
 def _identity(
