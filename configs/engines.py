@@ -10,6 +10,7 @@ import fiddle as fdl
 from agentrl_jax.ops.quantize import OCP
 from agentrl_jax.orchestrate import engines
 from agentrl_jax.orchestrate.experiment import Experiment
+from agentrl_jax.sampler.placement import SamplerFp8
 from agentrl_jax.transfer import delta
 from agentrl_jax.transfer.transports import auto
 from agentrl_jax.transfer.transports.disk import DiskTransport
@@ -34,7 +35,15 @@ TRANSPORTS: Mapping[str, Callable[[], fdl.Config[auto.Choose]]] = {
 def use_sglang(config: fdl.Config[Experiment]) -> None:
   """Rollouts from a SGLang server that the run starts, watches and stops. One that is there already
   keeps its settings.
+
+  Raises ValueError after `use_fp8_sampler`, whose FP8 and wide `max_mismatch` are not a server's.
   """
+  engine = config.engine
+  if _is(engine, engines.embedded) and engine.fp8 != SamplerFp8():
+    raise ValueError(
+      "the engine is the embedded sampler with FP8, and max_mismatch is as wide as that needs: "
+      "for a SGLang server leave use_fp8_sampler out, use_fp8 after use_sglang is the server's"
+    )
   _use(config, engines.sglang)
 
 

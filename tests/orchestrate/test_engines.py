@@ -121,11 +121,13 @@ def test_what_cannot_be_is_refused_before_anything_starts():
 
 
 def test_an_engine_that_is_asked_for_again_keeps_its_settings():
-  """Else FP8 would be gone and its wider bound on mismatch left."""
   config = tiny_rl()
   use_fp8_sampler(config)
   use_embedded(config)
   assert config.engine.fp8.weights and config.engine.slots == 128
+  with pytest.raises(ValueError, match="max_mismatch is as wide as that needs"):
+    use_sglang(config)
+  config = tiny_rl()
   use_sglang(config)
   use_transport(config, "tcp")
   use_sglang(config)

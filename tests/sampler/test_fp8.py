@@ -104,6 +104,7 @@ def test_what_cannot_be_is_refused():
   use_fp8_products(config)
   use_fp8_sampler(config, products=True)
   assert fdl.build(config.engine.fp8) == SamplerFp8(weights=True, cache=True, products=Fp8())
+  config = tiny_rl()
   use_sglang(config)
   with pytest.raises(ValueError, match="this FP8 is of the embedded sampler, the engine is"):
     use_fp8_sampler(config)
