@@ -3,6 +3,7 @@ what is asked of a mixture's routers: `--config='fiddler:use_routers(load_balanc
 """
 
 import inspect
+from typing import Any
 
 import fiddle as fdl
 
@@ -21,14 +22,19 @@ NAMES = sorted(
 )
 
 
-def use_algorithm(config: fdl.Config[Experiment], name: str) -> None:
-  """Puts the recipe `name` there; its numbers are `--config=set:algorithm.ARGUMENT=VALUE` after it.
+def use_algorithm(config: fdl.Config[Experiment], name: str, **numbers: Any) -> None:
+  """Puts the recipe `name` there, with `numbers` as its arguments:
+  `fiddler:use_algorithm(name="dapo", limit=96, buffer=32)`.
 
-  Raises ValueError for a name that is not a recipe.
+  Raises ValueError for a name that is not a recipe, or a number that the recipe does not have.
   """
   if name not in NAMES:
     raise ValueError(f"no algorithm {name!r}; there are {', '.join(NAMES)}")
-  config.algorithm = fdl.Config(getattr(recipes, name))
+  recipe = getattr(recipes, name)
+  known = inspect.signature(recipe).parameters
+  if unknown := numbers.keys() - known:
+    raise ValueError(f"{name} has no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+  config.algorithm = fdl.Config(recipe, **numbers)
 
 
 def use_routers(

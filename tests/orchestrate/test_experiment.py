@@ -84,6 +84,10 @@ def test_gsm8k_is_a_configuration_that_builds(tmp_path):
   assert fdl.build(config).algorithm.weight is not built.algorithm.weight
   with pytest.raises(ValueError, match="no algorithm 'gspoo'; there are ac2, canopy"):
     configs.use_algorithm(config, "gspoo")
+  configs.use_algorithm(config, "dapo", limit=96, buffer=32)
+  assert fdl.ordered_arguments(config.algorithm) == {"limit": 96, "buffer": 32}
+  with pytest.raises(ValueError, match="dapo has no bufer, limits; there are limit, buffer, coef"):
+    configs.use_algorithm(config, "dapo", limits=96, bufer=32)
 
 
 def test_one_member_is_enough_without_a_group_baseline():
