@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import re
 import signal
 import sys
 import traceback
@@ -17,6 +18,8 @@ from absl import app, flags, logging
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
+# How Fiddle says which call of a configuration failed, and with which arguments.
+_IN_CONFIGURATION = re.compile(r" at <root>\.(\S+) with .*keyword arguments: \((.*)\)", re.DOTALL)
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
@@ -50,7 +53,11 @@ def one_line(error: BaseException) -> str:
   """The message, with what caused it where the message does not say so already."""
   if isinstance(error, OSError) and error.errno == errno.ENOSPC:
     return f"no space left on the device of {error.filename or 'a file of this run'}"
-  text = str(error).split("\n\nFiddle context")[0].strip() or type(error).__name__
+  text, _, context = str(error).partition("\n\nFiddle context")
+  text = text.strip() or type(error).__name__
+  if isinstance(error, TypeError) and (found := _IN_CONFIGURATION.search(context)):
+    path, given = found.groups()
+    text = f"{path}: {text}, given {given or 'nothing'}: --config=set:{path}.NAME=VALUE"
   cause = error.__cause__
   if isinstance(error, ValueError) and cause is not None and str(cause) not in text:
     text = f"{text} ({str(cause).strip().splitlines()[0]})" if str(cause).strip() else text

@@ -1,6 +1,7 @@
 """The flags that every training command has: a Fiddle configuration and a work directory."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +16,8 @@ from configs.engines import TRANSPORTS, use_transport
 from launch import command
 
 T = TypeVar("T")
+_UNQUOTED = re.compile(r'Could not parse literal value "(.*)" while trying to set "(.*?)"\.')
+_UNKNOWN_MODULE = "the folder of a module of your own must be in PYTHONPATH"
 
 flags.disclaim_key_flags()  # `--help` shows a command's flags, wherever they are defined
 
@@ -63,14 +66,14 @@ def with_transport(
   """The configuration, changed by `--transport` where that is given. Raises ValueError if the
   engine takes none.
   """
-  if flag.value is not None and transport.value is not None:
-    use_transport(flag.value, transport.value)
+  if transport.value is not None:
+    use_transport(given(flag), transport.value)
   return flag
 
 
 def built(flag: flags.FlagHolder, kind: type[T]) -> T:
   """What the configuration builds. Raises ValueError if it is missing or builds something else."""
-  result: object = fdl.build(_given(flag))
+  result: object = fdl.build(given(flag))
   if not isinstance(result, kind):
     raise ValueError(f"--config builds {type(result).__name__}, this command takes {kind.__name__}")
   return result
@@ -92,20 +95,44 @@ def written(config: flags.FlagHolder) -> WrittenConfig:
 
   Raises ValueError where it holds what JSON cannot name: a closure, a partial application.
   """
-  given = _given(config)
+  resolved = given(config)
   try:
-    made = serialization.dump_json(given, indent=2)
+    made = serialization.dump_json(resolved, indent=2)
   except (AttributeError, serialization.UnserializableValueError) as error:
     raise ValueError(
       "the configuration cannot be written down and run again: it holds something that no import "
       "gives. Give `fdl.Config(function, ...)` of a module's function, not what it returned"
     ) from error
-  text = printing.as_str_flattened(given, include_types=False)
+  text = printing.as_str_flattened(resolved, include_types=False)
   text = re.sub(r"<\[unset; default: (.*)\]>", r"\1  (default)", text)
   return WrittenConfig(made, re.sub(r"<function (\S+) at 0x\w+>", r"\1", text) + "\n")
 
 
-def _given(config: flags.FlagHolder) -> fdl.Buildable:
-  if config.value is None:
+def imported(load: Callable[[], T]) -> T:
+  """What `load` gives. Raises ValueError where that names a module that no import finds."""
+  try:
+    return load()
+  except ModuleNotFoundError as error:
+    raise ValueError(f"{str(error).splitlines()[0]}: {_UNKNOWN_MODULE}") from None
+
+
+def given(config: flags.FlagHolder) -> fdl.Buildable:
+  """What the flag says, read here first: Fiddle's errors in terms of this project's flags."""
+  try:
+    value = imported(lambda: config.value)
+  except ValueError as error:
+    text = re.sub(r"<function (\S+) at 0x\w+>", r"\1", command.one_line(error))
+    if found := _UNQUOTED.match(text):
+      literal, path = found.groups()
+      text = (
+        f"{path} is set to {literal}, no Python literal; a string needs quotes of its own: "
+        f"--config='set:{path}=\"{literal}\"'"
+      )
+    elif "Could not resolve reference to named function" in text:
+      text = f"{text.split(': ')[0]}: there are {', '.join(configs.__all__)}"
+    elif "No module named" in text and _UNKNOWN_MODULE not in text:
+      text = f"{text}: {_UNKNOWN_MODULE}"
+    raise ValueError(text) from None
+  if value is None:
     raise ValueError("--config is missing: for example --config=config:quickstart")
-  return config.value
+  return value

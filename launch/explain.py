@@ -41,8 +41,8 @@ def main(arguments: Sequence[str]) -> int:
   del arguments
   console = Console()
   chosen = algorithms(RECIPES.value)
-  if CONFIG.value is not None:
-    algorithm = CONFIG.value.algorithm
+  if CONFIG.present:
+    algorithm = configuration.given(CONFIG).algorithm
     made_by = fdl.get_callable(algorithm) if isinstance(algorithm, fdl.Buildable) else None
     name = ": ".join(["config", *filter(None, [getattr(made_by, "__name__", None)])])
     chosen = {name: fdl.build(algorithm), **chosen}

@@ -47,9 +47,7 @@ def experiment_of(flag: flags.FlagHolder) -> tuple[Any, Any]:
   from agentrl_jax.orchestrate.experiment import Experiment
   from launch.programs import Sampler
 
-  if flag.value is None:
-    raise ValueError("--config is missing: for example --config=config:quickstart")
-  config = copy.deepcopy(flag.value)
+  config = copy.deepcopy(configuration.given(flag))
   if fdl.get_callable(config) is not Experiment:
     name = fdl.get_callable(config).__name__
     raise ValueError(f"--config builds {name}, this command takes Experiment")

@@ -7,6 +7,7 @@ usual errors of successful runs. Runs above the threshold are flagged: of succes
 `--false_alarms`, if they are like those in `--calibration`.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from agentrl_jax.orchestrate.experiment import Experiment
 from agentrl_jax.orchestrate.supervised import recorded
 from agentrl_jax.orchestrate.trained import Trained, open_trained
 from agentrl_jax.rollout.records import Episode, Outcome
-from launch import command
+from launch import command, configuration
 
 CHECKPOINT = flags.DEFINE_string(
   "checkpoint", None, "A run's directory, or one checkpoint of it; its algorithm has a critic."
@@ -76,7 +77,8 @@ def experiment_of(path: Path) -> tuple[Experiment, Path]:
   """
   for directory in (path, path.parent.parent):
     if (directory / "config.json").is_file():
-      config = serialization.load_json((directory / "config.json").read_text())
+      read = functools.partial(serialization.load_json, (directory / "config.json").read_text())
+      config = configuration.imported(read)
       experiment = fdl.build(config)
       if not isinstance(experiment, Experiment):
         raise ValueError(f"{directory / 'config.json'} is not of a reinforcement learning run")

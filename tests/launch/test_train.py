@@ -88,15 +88,21 @@ def test_what_is_wrong_with_a_configuration_is_one_line(places, tmp_path):
   config = {"architectures": ["Gpt9ForCausalLM"], "model_type": "gpt9"}
   (unknown / "config.json").write_text(json.dumps(config))
   messages = {
-    "algorithm.hig=0.3": "algorithm.hig",
-    "algorithm.high=much": "much",
-    "steps=0": "steps is 0, expected a whole number of at least 1",
-    'model="nowhere"': "nowhere",
-    'mesh={"rows": 2}': "rows",
-    "batch.row_length=16": "expected more than limits.context_tokens, 128",
-    f'model="{unknown}"': "Gpt9",
+    "set:algorithm.hig=0.3": "algorithm.hig",
+    "set:algorithm.high=much": "of its own: --config='set:algorithm.high=\"much\"'",
+    'set:algorithm.high="much"': "algorithm: '>=' not supported between instances of 'str' and "
+    "'int', given high='much': --config=set:algorithm.NAME=VALUE",
+    "set:steps=0": "steps is 0, expected a whole number of at least 1",
+    'set:model="nowhere"': "nowhere",
+    'set:mesh={"rows": 2}': "rows",
+    "set:batch.row_length=16": "expected more than limits.context_tokens, 128",
+    f'set:model="{unknown}"': "Gpt9",
+    "fiddler:use_sglan": "use_routers, use_sglang",
+    "fiddler:my_changes.all": "'my_changes': the folder of a module of your own",
+    'fiddler:use_algorithm(name="dapo", buffer=8)': "missing 1 required keyword-only argument: "
+    "'limit', given buffer=8: --config=set:algorithm.NAME=VALUE",
   }
-  changed = [command(tmp_path / "run", f"--config=set:{change}") for change in messages]
+  changed = [command(tmp_path / "run", f"--config={change}") for change in messages]
   for (code, output), message in zip(
     run_refused(changed, **places), messages.values(), strict=True
   ):
