@@ -28,11 +28,15 @@ from agentrl_jax.rollout.symbols import SymbolRenderer
 MakeRenderer = Callable[[Path], Renderer]
 
 
-def transcript() -> MakeRenderer:
-  """Plain few-shot lines, one a turn: what a model can continue that was never taught to chat."""
+def transcript(argument: str = "expression") -> MakeRenderer:
+  """Plain few-shot lines, one a turn: what a model can continue that was never taught to chat.
+
+  A tool's one argument `argument` is written `tool(text)`, other arguments as JSON.
+  """
 
   def make(directory: Path) -> Renderer:
-    return TranscriptRenderer(make_codec(load_tokenizer(str(directory)), _vocab_size(directory)))
+    codec = make_codec(load_tokenizer(str(directory)), _vocab_size(directory))
+    return TranscriptRenderer(codec, argument=argument)
 
   return make
 
