@@ -44,7 +44,11 @@ def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
   count = math.prod(shape)
   devices = jax.devices()[:count] if devices is None else devices
   if len(devices) != count:
-    raise ValueError(f"mesh {dict(sizes)} needs {count} devices, have {len(devices)}")
+    have = len(devices)
+    raise ValueError(
+      f"mesh {dict(sizes)} needs {count} devices, have {have}: sizes must have that product, as "
+      f"{{'fsdp': {have}}} has"
+    )
   kinds = (AxisType.Auto,) * len(shape)
   try:
     return jax.make_mesh(shape, MESH_AXES, kinds, devices=list(devices))
