@@ -1,5 +1,6 @@
 """The flags that every training command has: a Fiddle configuration and a work directory."""
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -105,6 +106,11 @@ def written(config: flags.FlagHolder) -> WrittenConfig:
     ) from error
   text = printing.as_str_flattened(resolved, include_types=False)
   text = re.sub(r"<\[unset; default: (.*)\]>", r"\1  (default)", text)
+  kind = fdl.get_callable(resolved)
+  for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
+    if field.default_factory is not dataclasses.MISSING:
+      value = f"{field.name} = {field.default_factory()}"
+      text = text.replace(f"\n{field.name} = <factory>", f"\n{value}")
   return WrittenConfig(made, re.sub(r"<function (\S+) at 0x\w+>", r"\1", text) + "\n")
 
 

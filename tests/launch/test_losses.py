@@ -121,6 +121,7 @@ def test_the_text_of_a_configuration_has_its_defaults():
   assert "steps = 40" in lines
   assert "limits.seconds = 600.0  (default)" in lines
   assert "remat = save_everything  (default)" in lines
+  assert "mesh = {}  (default)" in lines
 
 
 @pytest.mark.slow
