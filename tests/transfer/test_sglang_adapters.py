@@ -32,15 +32,20 @@ HOW = Lora(rank=4, alpha=8.0)
 ADAPTER = Path(__file__).parents[2] / "third_party/sglang/cpu_adapter/agentrl_sglang_cpu"
 
 
-@pytest.fixture(scope="module")
-def server(sglang_python, tiny_llama, tmp_path_factory):
+@pytest.fixture(scope="module", params=[1, 2], ids="tensor_parallel={}".format)
+def server(request, sglang_python, tiny_llama, tmp_path_factory):
+  """Of two ranks, each has a part of every adapter."""
   log = tmp_path_factory.mktemp("log") / "server.log"
   with pytest.MonkeyPatch.context() as patch:
     plugins = tmp_path_factory.mktemp("plugins")
     write_plugin(plugins, ADAPTER, "agentrl_sglang_cpu.adapters:register")
     patch.setenv("PYTHONPATH", str(plugins))
     options = ServerOptions(
-      tiny_llama, python=sglang_python, log=log, extra=server_flags(HOW, cuda=has_cuda())
+      tiny_llama,
+      tensor_parallel=request.param,
+      python=sglang_python,
+      log=log,
+      extra=server_flags(HOW, cuda=has_cuda()),
     )
     with SGLangServer(options) as server:
       yield server
