@@ -25,6 +25,7 @@ from typing import Any
 
 from agentrl_jax.rollout import sglang_watch
 from agentrl_jax.rollout.engine import EngineDead, EngineError
+from agentrl_jax.rollout.listening import listens
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _TAIL_LINES = 20
@@ -90,6 +91,7 @@ class SGLangServer:
     FileNotFoundError: no model directory or no SGLang interpreter, before anything starts.
     ValueError: a context longer than the model's, or a config.json without vocab_size, likewise.
     EngineError: `start` found the port taken, or free ones taken while it started, three times.
+      What answers there is taken for this server only if one of its processes listens.
     EngineDead: `start` saw the process end, or no answer within `start_seconds`; the log's tail is
       quoted.
   """
@@ -143,6 +145,7 @@ class SGLangServer:
       try:
         return self._launch()
       except _PortTaken:
+        self._port = wanted
         if not left:
           raise
 
@@ -217,6 +220,11 @@ class SGLangServer:
     while self.alive():
       answer = _health(self.url)
       if answer == "200":
+        if listens(self.pid, self._port) is False:
+          raise _PortTaken(
+            f"SGLang server {self.url} found its port taken: another process, which came while it "
+            "loaded, answers there"
+          )
         return
       if time.monotonic() > deadline:
         raise EngineDead(

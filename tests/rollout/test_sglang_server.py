@@ -1,12 +1,14 @@
 """The launcher: quick cases with a stand-in interpreter, then the real SGLang server."""
 
 import asyncio
+import http.server
 import os
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 
 from agentrl_jax.rollout.engine import EngineDead, EngineError, Generation, SamplingParams
+from agentrl_jax.rollout.listening import listens
 from agentrl_jax.rollout.sglang import SGLangEngine
 from agentrl_jax.rollout.sglang_server import (
   ServerOptions,
@@ -23,6 +26,7 @@ from agentrl_jax.rollout.sglang_server import (
   server_arguments,
   server_environment,
 )
+from tests.ports import free_port
 from tests.sglang_fixture import transformers_logp
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -107,6 +111,51 @@ def test_a_port_that_is_taken_while_it_loads_is_left_for_another(stand_in, monke
   with pytest.raises(EngineError, match="found its port taken"):
     SGLangServer(options).start()
   assert len((options.model / "ports").read_text().split()) == 7  # three more
+
+
+class Stranger(http.server.BaseHTTPRequestHandler):
+  """Says yes to everything."""
+
+  def do_GET(self):
+    self.server.asked.append(self.path)
+    self.send_response(200)
+    self.send_header("Content-Length", "0")
+    self.end_headers()
+
+  def log_message(self, format, *args):
+    pass
+
+
+def test_who_else_answers_at_its_port_is_not_taken_for_the_server(stand_in, monkeypatch):
+  """They listen there once the server loads, and say that they are healthy."""
+  strangers, launch = [], SGLangServer._launch
+
+  def late(server):
+    if len(strangers) < wanted:
+      strangers.append(http.server.ThreadingHTTPServer(("127.0.0.1", server._port), Stranger))
+      strangers[-1].asked = []
+      threading.Thread(target=strangers[-1].serve_forever, daemon=True).start()
+    launch(server)
+
+  monkeypatch.setattr(SGLangServer, "_launch", late)
+  try:
+    wanted = 2
+    with SGLangServer(stand_in(start_seconds=30)) as server:
+      ours, theirs = server._port, [stranger.server_port for stranger in strangers]
+      assert len({ours, *theirs}) == 3
+      assert listens(server.pid, ours) is True and listens(server.pid, theirs[0]) is False
+      engine = SGLangEngine(server.url, 100, server=server)
+      assert asyncio.run(engine.generate("r", [1], GREEDY)).ids.tolist() == [5]
+    assert listens(server.pid, ours) is None  # nobody does
+    wanted, server = 3, SGLangServer(stand_in(port=free_port(), start_seconds=30))
+    with pytest.raises(EngineError, match="another process, which came while it loaded, answers"):
+      server.start()
+    assert running(server.pid) == []
+    assert [stranger.asked for stranger in strangers] == [["/health"]] * 3
+  finally:
+    for stranger in strangers:
+      stranger.shutdown()
+      stranger.server_close()
 
 
 def test_a_crash_while_starting_quotes_the_log(stand_in, monkeypatch):
