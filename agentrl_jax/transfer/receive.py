@@ -4,7 +4,8 @@
 
 A bucket is checked before a byte of it is written, and the server sees a round's files only when
 END has proved that all of them are there. They stay as long as the round's first connection: what a
-trainer that is gone had sent goes with it. Tensors that come in parts, from several processes, have
+trainer that is gone had sent goes with it, and what a killed receiver held goes when the next one
+starts. Tensors that come in parts, from several processes, have
 a file each, into which their boxes are written. A delta is applied to a copy of its base, so that
 none can be applied twice, and every tensor it makes is checked against the hash that it must have.
 """
@@ -32,6 +33,7 @@ import numpy as np
 
 from agentrl_jax.transfer import delta, wire
 from agentrl_jax.transfer.layout import full, slices
+from agentrl_jax.transfer.owned import make_owned, sweep
 from agentrl_jax.transfer.plan import ITEM_BYTES
 from agentrl_jax.transfer.stage import NUMPY_DTYPES, tensor_hash
 from agentrl_jax.transfer.transports.disk import SHARED_MEMORY, safetensors_header
@@ -48,7 +50,8 @@ class FileReceiver:
   """Listens until `close`; a thread for each connection.
 
   Args:
-    root: directory in a memory file system that the server sees; made if absent.
+    root: directory in a memory file system that the server sees; made if absent. What dead
+      receivers left there is removed.
     token: what a sender must know. It travels as it is: it keeps out mistakes, not eavesdroppers.
     host: the interface to listen on.
     port: 0 takes a free one; `address` says which.
@@ -76,6 +79,7 @@ class FileReceiver:
     self._sockets: set[socket.socket] = set()
     self._closed = False
     self.root.mkdir(parents=True, mode=0o700, exist_ok=True)
+    sweep(self.root)
     self._listener = socket.create_server((host, port), backlog=connections)
     threading.Thread(target=self._accept, name="receive", daemon=True).start()
 
@@ -203,7 +207,7 @@ class _Round:
       )
     self.directory = root / f"{first.begin.key}-{first.round:016x}"
     self.partial = self.directory.with_name(f"{self.directory.name}.partial")
-    self.partial.mkdir(mode=0o700)
+    self._owned: int | None = make_owned(self.partial)
     self._numbers = itertools.count(1)
     self._places: dict[str, _Place] = {}
     self._mapped: dict[str, np.ndarray] = {}  # of what comes in parts
@@ -306,6 +310,9 @@ class _Round:
       self._mapped = {}
       for directory in (self.partial, self.directory):
         shutil.rmtree(directory, ignore_errors=True)
+      if (descriptor := self._owned) is not None:
+        self._owned = None
+        os.close(descriptor)
 
 
 def _checked(
@@ -427,14 +434,15 @@ def _drain(connection: socket.socket) -> None:
 
 
 class ReceiverProcess:
-  """A receiver on this machine, in a process of its own that ends with this one.
+  """A receiver on this machine, in a process of its own that ends with this one, and with it what
+  it holds.
 
   Raises:
     OSError: it did not start; the message has its last words.
   """
 
   def __init__(self, root: str | os.PathLike[str] = DEFAULT_ROOT):
-    self.token = secrets.token_hex(16)
+    self.token, self._root = secrets.token_hex(16), Path(root)
     command = [sys.executable, "-m", "agentrl_jax.transfer.receive", f"--root={root}"]
     environment: Mapping[str, str] = os.environ | {TOKEN: self.token}
     self._process = subprocess.Popen(
@@ -464,6 +472,7 @@ class ReceiverProcess:
       process.kill()
       process.wait()
     process.stdout.close()
+    sweep(self._root)  # a killed one removed nothing itself
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ from agentrl_jax.transfer.stage import source_layout, stage
 from tests.reference.transfer import random_weights
 from tests.transfer.test_push import MODEL, rig
 from tests.transfer.test_tcp import TOKEN, Everywhere, Peer, Tap, at, gone_within, local
+from tests.transfer.test_transports import files
 
 BOTH = pytest.mark.parametrize("how", [xor, overwrite], ids=lambda how: how.__name__)
 ITEMS = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
@@ -212,7 +213,7 @@ def test_a_base_that_is_not_the_one_is_never_served(tmp_path):  # W26
   transport = local(tmp_path / "r", delta=xor)
 
   async def test(step, publisher, fake):
-    (path,) = only(tmp_path / "r").iterdir()
+    (path,) = files(only(tmp_path / "r"))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1  # of the last tensor, which the next step does not touch
     path.write_bytes(data)
@@ -222,11 +223,11 @@ def test_a_base_that_is_not_the_one_is_never_served(tmp_path):  # W26
     assert how.startswith("in full, as the receiver says: ")
     assert how.endswith("the base does not give the bytes that version 2 has")
     assert report.delivered_share == 1.0
-    for file in only(tmp_path / "r").iterdir():
+    for file in files(only(tmp_path / "r")):
       file.write_bytes(file.read_bytes()[:100])
     report = await publisher.publish(step(3), 3)
     assert "of the base" in report.delivered[0]
-    for file in only(tmp_path / "r").iterdir():
+    for file in files(only(tmp_path / "r")):
       file.unlink()
     report = await publisher.publish(step(4), 4)
     assert "is gone" in report.delivered[0]
@@ -393,8 +394,8 @@ def test_deltas_of_fp8_are_of_bytes_and_scales(tmp_path, how):
   ]
   # Two scales are no fewer bytes as a delta.
   assert sorted(c.encoding for c in changes) == sorted([how.__name__, WHOLE, SAME])
-  files = list((tmp_path / transport._links["run-2"][Peer.url].path).iterdir())
-  written = b"".join(path.read_bytes() for path in files)
+  path = tmp_path / transport._links["run-2"][Peer.url].path
+  written = b"".join(path.read_bytes() for path in files(path))
   for segment in second.plan.segments:
     assert as_bytes(second.view(segment).view(np.uint8)).tobytes() in written, segment.name
   transport.close()
@@ -459,7 +460,7 @@ def test_a_receiver_applies_a_delta_once_and_only_to_its_base(tmp_path):  # W26
   assert "version 1 is not whole yet here" in str(error)
   half.sendall(opened[-1])
   held = receive.read_answer(half).path
-  before = {path.name: path.read_bytes() for path in sorted((tmp_path / held).iterdir())}
+  before = {path.name: path.read_bytes() for path in files(tmp_path / held)}
   wrong = {
     "the sender's is": (wire.BaseError, sent(8, base._replace(fingerprint="0" * 32))),
     "round 9, is not held": (wire.BaseError, sent(8, base._replace(round=9))),
@@ -477,13 +478,13 @@ def test_a_receiver_applies_a_delta_once_and_only_to_its_base(tmp_path):  # W26
   again = []
   for _ in range(2):  # the whole round again: from the same base, so the same weights
     connection, answer = exchange(receiver.address, *sent(8))
-    again.append(b"".join(p.read_bytes() for p in sorted((tmp_path / answer.path).iterdir())))
+    again.append(b"".join(p.read_bytes() for p in files(tmp_path / answer.path)))
     _, error = exchange(receiver.address, *sent(8))
     assert "round 8 was begun before" in str(error)
     connection.close()
     await_none(tmp_path)
   assert again[0] == again[1]
-  assert {path.name: path.read_bytes() for path in sorted((tmp_path / held).iterdir())} == before
+  assert {path.name: path.read_bytes() for path in files(tmp_path / held)} == before
   half.close()
   receiver.close()
   transport.close()

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import errno
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -32,7 +33,7 @@ from agentrl_jax.transfer.transports.auto import Servers, fastest, tcp
 from agentrl_jax.transfer.transports.tcp import TcpTransport
 from tests.reference.transfer import random_weights
 from tests.transfer.test_push import MODEL, rig
-from tests.transfer.test_transports import ARRAYS, staged
+from tests.transfer.test_transports import ARRAYS, files, staged
 
 TOKEN = "secret"
 FAULTS = ["drop", "truncate", "flip", "replay", "lose", "hang"]
@@ -137,9 +138,9 @@ def test_what_arrives_is_what_was_staged(tmp_path, bucket_bytes, dtype):
   asyncio.run(transport.deliver(packed, Peer(), 1))
   (directory,) = tmp_path.iterdir()
   assert str(directory) == transport._links["run-1"][Peer.url].path
-  assert len(list(directory.iterdir())) == len(packed.plan.buckets)
+  assert len(files(directory)) == len(packed.plan.buckets)
   loaded = {}
-  for path in directory.iterdir():
+  for path in files(directory):
     loaded |= load_file(path)
   assert loaded.keys() == ARRAYS.keys()
   for name, array in ARRAYS.items():
@@ -176,7 +177,7 @@ def test_a_hundred_thousand_tensors_are_said_in_several_frames(tmp_path):
   asyncio.run(transport.deliver(packed, Peer(), 1))
   (directory,) = tmp_path.iterdir()
   loaded = {}
-  for path in directory.iterdir():
+  for path in files(directory):
     loaded |= load_file(path)
   assert [loaded[s.name][0] for s in packed.plan.segments] == list(range(100_000))
   transport.close()
@@ -201,7 +202,7 @@ def test_a_bucket_of_more_tensors_than_a_frame_says(tmp_path, monkeypatch, delta
   assert how == ("overwrite from version 1" if delta else "")
   directory = transport._links["run-2"][Peer.url].path
   loaded = {}
-  for path in Path(directory).iterdir():
+  for path in files(Path(directory)):
     loaded |= load_file(path)
   got = [loaded[s.name].tolist() for s in first.plan.segments]
   assert got == [[0], [1], [2], [3], [4], [77], [6]]
@@ -477,6 +478,37 @@ def test_a_receiver_that_is_terminated_leaves_nothing(tmp_path):
   finally:
     process.kill()
     process.communicate()
+
+
+def test_what_a_killed_receiver_held_goes_and_what_a_living_one_holds_stays(tmp_path):
+  """One has a whole round and half of one; nothing of it can remove them."""
+  living = local(tmp_path)
+  asyncio.run(living.deliver(staged(living), Peer(), 1))
+  kept = set(tmp_path.iterdir())
+  process = ReceiverProcess(tmp_path)
+  transport = TcpTransport({Peer.url: process.address}, process.token, process=process)
+  asyncio.run(transport.deliver(staged(transport), Peer(), 1))
+  begin = wire.Begin(process.token, "half", (("a", (4,), "float32"),))
+  host, port = process.address.rsplit(":", 1)
+  with socket.create_connection((host, int(port)), 10.0) as connection:
+    connection.sendall(wire.encode_begin(9, 1, begin))
+    receive.read_answer(connection)
+    process._process.kill()
+    process._process.wait(30)
+  left = set(tmp_path.iterdir()) - kept
+  assert sorted(path.suffix for path in left) == ["", ".partial"]
+  with pytest.raises(CallError, match=f"receiver {process.address}"):
+    asyncio.run(transport.deliver(staged(transport, key="run-2"), Peer(), 2))
+  saved = tmp_path.with_name("saved")
+  shutil.copytree(tmp_path, saved)
+  transport.close()  # of the process that started it
+  assert set(tmp_path.iterdir()) == kept
+  assert len(list(saved.iterdir())) == 3
+  other = FileReceiver(saved, TOKEN)  # one that was started by hand, again
+  assert list(saved.iterdir()) == []
+  other.close()
+  living.close()
+  assert list(tmp_path.iterdir()) == []
 
 
 def test_auto_takes_receivers_that_answer(tmp_path, monkeypatch):

@@ -6,9 +6,11 @@ import inspect
 import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -78,10 +80,22 @@ transport = DiskTransport(sys.argv[1])
 plan = Plan((), (), (Bucket(0, 0, 64),), {}, "digest")
 for key in ("run-1", "run-2"):
   transport.allocate(plan, key)[0, 0][:] = 1
-(transport.root / "run-1.partial").rename(transport.root / "run-1")
+partial = transport.staging("run-1")
+partial.rename(partial.with_suffix(""))
 print("staged", flush=True)
 sys.stdin.read()
 """
+
+
+def held(root):
+  """The names of what is there, without what is new in each."""
+  names = (path.name.removesuffix(".partial") for path in root.iterdir())
+  return sorted(re.sub(r"-[0-9a-f]{16}$", "", name) for name in names)
+
+
+def files(directory):
+  """The weights of a round, in the order of their names."""
+  return sorted(directory.glob("*.safetensors"))
 
 
 def test_what_a_killed_trainer_staged_is_removed_by_the_next(tmp_path):  # W27
@@ -95,14 +109,14 @@ def test_what_a_killed_trainer_staged_is_removed_by_the_next(tmp_path):  # W27
     text=True,
   ) as trainer:
     assert trainer.stdout.readline() == "staged\n"
-    held = {"not-a-round", "other-1.partial", "run-1", "run-2.partial"}
     DiskTransport(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == held  # all of them live
+    rounds = ["other-1", "run-1", "run-2"]
+    assert held(tmp_path) == ["not-a-round", *rounds]  # all of them live
     trainer.kill()
   auto.fastest(tmp_path)(auto.Servers(["http://127.0.0.1:1"], 1))
-  assert {path.name for path in tmp_path.iterdir()} == {"not-a-round", "other-1.partial"}
+  assert held(tmp_path) == ["not-a-round", "other-1"]
   mine.release(packed.key)
-  assert [path.name for path in tmp_path.iterdir()] == ["not-a-round"]
+  assert held(tmp_path) == ["not-a-round"]
   DiskTransport(tmp_path / "nowhere")  # is made by the first push
 
 
@@ -111,15 +125,15 @@ def test_what_a_killed_trainer_staged_is_removed_by_the_next(tmp_path):  # W27
 def test_disk_writes_safetensors(tmp_path, bucket_bytes, dtype):
   transport, peer = DiskTransport(tmp_path, bucket_bytes=bucket_bytes), Peer()
   packed = staged(transport, dtype)
-  assert [path.name for path in tmp_path.iterdir()] == ["run-1.partial"]  # nothing to read yet
+  assert [path.suffix for path in tmp_path.iterdir()] == [".partial"]  # nothing to read yet
   asyncio.run(transport.send(packed, peer, 1))
   ((path, body),) = peer.calls
   assert path == "/update_weights_from_disk"
-  files = sorted(name for name in os.listdir(body["model_path"]) if name != "owner.lock")
-  assert len(files) == len(packed.plan.buckets) == (2 if bucket_bytes == 16 else 1)
+  written = files(Path(body["model_path"]))
+  assert len(written) == len(packed.plan.buckets) == (2 if bucket_bytes == 16 else 1)
   loaded = {}
-  for name in files:
-    loaded |= load_file(os.path.join(body["model_path"], name))
+  for path in written:
+    loaded |= load_file(path)
   assert loaded.keys() == ARRAYS.keys()
   for name, array in ARRAYS.items():
     np.testing.assert_array_equal(loaded[name].astype(np.float32), array)
@@ -136,11 +150,23 @@ def test_disk_refuses_keys_that_leave_its_root(tmp_path, key):
     DiskTransport(tmp_path).release(key)
 
 
-def test_disk_replaces_what_a_dead_trainer_left(tmp_path):
-  first = DiskTransport(tmp_path)
-  staged(first)  # killed here
-  asyncio.run(DiskTransport(tmp_path).send(staged(DiskTransport(tmp_path)), Peer(), 1))
-  assert [path.name for path in tmp_path.iterdir()] == ["run-1"]
+def test_disk_keeps_two_runs_of_one_name_apart(tmp_path):
+  """Both push version 1 at the same time; the second begins when the first has staged."""
+  mine, peers = [DiskTransport(tmp_path), DiskTransport(tmp_path)], [Peer(), Peer()]
+  packed = [staged(transport) for transport in mine]
+  packed[1].buffers[0, 0][:4] = np.frombuffer(np.float32(77).tobytes(), np.uint8)
+  for transport, one, peer in zip(mine, packed, peers, strict=True):
+    asyncio.run(transport.send(one, peer, 1))
+  assert held(tmp_path) == ["run-1", "run-1"]
+  got = []
+  for peer in peers:
+    (file,) = files(Path(peer.calls[0][1]["model_path"]))
+    got.append(load_file(file)["a"].ravel()[:2].tolist())
+  assert got == [[0, 1], [77, 1]]
+  mine[0].release("run-1")
+  assert [str(path) for path in tmp_path.iterdir()] == [peers[1].calls[0][1]["model_path"]]
+  again = staged(mine[1])  # the round is tried again
+  assert held(tmp_path) == ["run-1"] and mine[1].staging(again.key).exists()
 
 
 def test_users_of_one_machine_do_not_share_a_directory():

@@ -10,9 +10,10 @@ from urllib.parse import urlsplit
 
 from agentrl_jax.transfer.control import CallError
 from agentrl_jax.transfer.delta import Encode
+from agentrl_jax.transfer.owned import sweep
 from agentrl_jax.transfer.receive import TOKEN, ReceiverProcess
 from agentrl_jax.transfer.transports import Transport
-from agentrl_jax.transfer.transports.disk import SHARED_MEMORY, DiskTransport, sweep
+from agentrl_jax.transfer.transports.disk import SHARED_MEMORY, DiskTransport
 from agentrl_jax.transfer.transports.mooncake import Mooncake
 from agentrl_jax.transfer.transports.nixl import Nixl
 from agentrl_jax.transfer.transports.tcp import TcpTransport

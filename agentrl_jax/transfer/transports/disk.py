@@ -2,15 +2,14 @@
 side.
 
 A round's files are mapped and filled in a directory named `*.partial`, which is renamed when
-complete: what the server is told to read is always whole. A lock in it is held as long as its
-process lives, so that the next one knows what a killed one has left.
+complete: what the server is told to read is always whole. Its name is no other transport's, so two
+runs that push versions of one name never meet.
 """
 
-import contextlib
-import fcntl
 import json
 import mmap
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from agentrl_jax.transfer.control import Control
+from agentrl_jax.transfer.owned import make_owned, sweep
 from agentrl_jax.transfer.plan import Bucket, Plan, Segment
 from agentrl_jax.transfer.stage import Staged
 from agentrl_jax.transfer.wire import Entry
@@ -36,21 +36,6 @@ _SAFETENSORS_DTYPES = {
 }
 
 
-_LOCK = "owner.lock"
-
-
-def sweep(root: Path) -> None:
-  """Removes rounds whose process is dead; those of a living one, and what is no round, stay."""
-  for lock in root.glob(f"*/{_LOCK}"):
-    with contextlib.suppress(OSError):  # its owner lives, or removed it just now
-      descriptor = os.open(lock, os.O_RDWR)
-      try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(lock.parent)
-      finally:
-        os.close(descriptor)
-
-
 class DiskTransport:
   """Pushes through `/update_weights_from_disk`.
 
@@ -66,7 +51,8 @@ class DiskTransport:
 
   def __init__(self, root: str | os.PathLike[str] = SHARED_MEMORY, *, bucket_bytes: int = 1 << 30):
     self.root, self.bucket_bytes = Path(root), bucket_bytes
-    self._locks: dict[str, int] = {}  # descriptors by round; the system frees them at any death
+    self._locks: dict[str, int] = {}  # descriptors by round
+    self._mark = secrets.token_hex(8)  # in the names of its rounds
     sweep(self.root)
 
   def allocate(self, plan: Plan, key: str) -> Mapping[tuple[int, int], np.ndarray]:
@@ -77,8 +63,7 @@ class DiskTransport:
     """
     self.release(key)
     partial = self._directory(key, partial=True)
-    partial.mkdir(parents=True, mode=0o700)
-    self._locks[key] = _locked(partial)
+    self._locks[key] = make_owned(partial)
     free = os.statvfs(self.root).f_bavail * os.statvfs(self.root).f_frsize
     if free < plan.nbytes:
       self.release(key)
@@ -134,16 +119,8 @@ class DiskTransport:
   def _directory(self, key: str, *, partial: bool = False) -> Path:
     if not key or key in (".", "..") or "/" in key or "\0" in key:
       raise ValueError(f"round key {key!r} is no file name")
-    return self.root / (f"{key}.partial" if partial else key)
-
-
-def _locked(directory: Path) -> int:
-  """A descriptor that holds the lock of a round. No sweep ever sees it there and not held."""
-  unseen = directory / f"{_LOCK}.new"
-  descriptor = os.open(unseen, os.O_RDWR | os.O_CREAT, 0o600)
-  fcntl.flock(descriptor, fcntl.LOCK_EX)
-  unseen.rename(directory / _LOCK)
-  return descriptor
+    name = f"{key}-{self._mark}"
+    return self.root / (f"{name}.partial" if partial else name)
 
 
 async def load_files(peer: Control, directory: str) -> None:
