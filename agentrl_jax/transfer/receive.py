@@ -5,44 +5,36 @@
 A bucket is checked before a byte of it is written, and the server sees a round's files only when
 END has proved that all of them are there. They stay as long as the round's first connection: what a
 trainer that is gone had sent goes with it, and what a killed receiver held goes when the next one
-starts. Tensors that come in parts, from several processes, have
-a file each, into which their boxes are written. A delta is applied to a copy of its base, so that
-none can be applied twice, and every tensor it makes is checked against the hash that it must have.
+starts.
 """
 
 import argparse
 import contextlib
 import hmac
-import itertools
-import math
 import os
 import secrets
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from agentrl_jax.transfer import delta, wire
-from agentrl_jax.transfer.layout import full, slices
-from agentrl_jax.transfer.owned import make_owned, sweep
-from agentrl_jax.transfer.plan import ITEM_BYTES
-from agentrl_jax.transfer.stage import NUMPY_DTYPES, tensor_hash
-from agentrl_jax.transfer.transports.disk import SHARED_MEMORY, safetensors_header
-from agentrl_jax.transfer.wire import Base, BaseError, Command, Entry, Frame, WireError
+from agentrl_jax.transfer import wire
+from agentrl_jax.transfer.ledger import Announcement
+from agentrl_jax.transfer.owned import sweep
+from agentrl_jax.transfer.received import Received
+from agentrl_jax.transfer.transports.disk import SHARED_MEMORY
+from agentrl_jax.transfer.wire import BaseError, Command, Frame, WireError
 
 TOKEN = "AGENTRL_TRANSFER_TOKEN"  # the environment variable that both ends read it from
 DEFAULT_ROOT = f"{SHARED_MEMORY}-received"
 _START_SECONDS = 120.0  # for a process to say where it receives
-_DROP_SECONDS = 3.0  # for buckets that are being written into memory
 _ACCEPT_SECONDS = 0.1  # before it is tried again
 
 
@@ -74,7 +66,7 @@ class FileReceiver:
     self.root, self.token = Path(root), token
     self.bucket_bytes, self.connections = bucket_bytes, connections
     self.stall_seconds = stall_seconds
-    self._rounds: dict[tuple[int, int], _Round] = {}
+    self._rounds: dict[tuple[int, int], Received] = {}
     self._lock = threading.Lock()
     self._sockets: set[socket.socket] = set()
     self._closed = False
@@ -122,7 +114,7 @@ class FileReceiver:
 
   def _serve(self, connection: socket.socket) -> None:
     """One connection, from its first frame to its end, whoever ends it."""
-    began: list[_Round] = []
+    began: list[Received] = []
     try:
       set_options(connection)
       self._talk(connection, began)
@@ -141,7 +133,7 @@ class FileReceiver:
         self._sockets.discard(connection)
       connection.close()
 
-  def _talk(self, connection: socket.socket, began: "list[_Round]") -> None:
+  def _talk(self, connection: socket.socket, began: list[Received]) -> None:
     stream = _Frames(connection, self.stall_seconds)
     first = stream.read(0, self.stall_seconds)
     if first is None:
@@ -150,21 +142,14 @@ class FileReceiver:
       raise WireError("the token is not this receiver's")
     id = (first.round, first.version)
     if first.begin is not None:
-      while (opened := first.begin).further:
+      announced = Announcement(first)
+      while announced.left:
         connection.sendall(wire.encode_done(*id))
         if (frame := stream.read(0, self.stall_seconds)) is None:
           return
-        first = wire.with_more(first, frame)
-        assert first.begin is not None
-      base = opened.base
-      with self._lock:
-        if id in self._rounds:  # its files have the same names
-          raise WireError(f"round {first.round} was begun before")
-        held = None if base is None else self._rounds.get((base.round, base.version))
-      round = _Round(first, self.root, held)
+        announced.add(frame)
+      round = self._begin(announced)
       began.append(round)
-      with self._lock:
-        self._rounds[id] = round
     else:
       with self._lock:
         found = self._rounds.get(id)
@@ -175,160 +160,16 @@ class FileReceiver:
     while (frame := stream.read(self.bucket_bytes)) is not None:
       connection.sendall(wire.encode_done(*id, round.take(frame)))
 
-
-class _Place(NamedTuple):
-  """Where a tensor lies in a round's files."""
-
-  file: str
-  offset: int
-  nbytes: int
-
-
-class _Round:
-  """One round's files. Raises WireError where a sender is wrong, OSError where they do not fit.
-
-  Args:
-    held: the round that its deltas are to be applied to, where the sender named one; it is checked
-      here.
-  """
-
-  def __init__(self, first: Frame, root: Path, held: "_Round | None" = None):
-    assert first.begin is not None
-    self.id = (first.round, first.version)
-    expected = {name: (shape, dtype) for name, shape, dtype in first.begin.tensors}
-    self.base = _checked(first.begin.base, held, expected)
-    self.fingerprint = ""  # until END
-    self.ledger = wire.Ledger(first.round, first.version, expected)
-    nbytes = sum(ITEM_BYTES[dtype] * math.prod(shape) for shape, dtype in expected.values())
-    free = os.statvfs(root).f_bavail * os.statvfs(root).f_frsize
-    if nbytes > free:
-      raise WireError(
-        f"{root} has {free / 1e6:.0f} MB free, the weights need {nbytes / 1e6:.0f} MB"
-      )
-    self.directory = root / f"{first.begin.key}-{first.round:016x}"
-    self.partial = self.directory.with_name(f"{self.directory.name}.partial")
-    self._owned: int | None = make_owned(self.partial)
-    self._numbers = itertools.count(1)
-    self._places: dict[str, _Place] = {}
-    self._mapped: dict[str, np.ndarray] = {}  # of what comes in parts
-    self._lock = threading.Condition()
-    self._writing = 0
-    self._given_up = ""  # why it takes nothing more
-
-  def take(self, frame: Frame) -> str:
-    """Takes one checked frame. Returns where the files are after END, else ""."""
-    if frame.command is Command.DELTA:
-      frame = self._applied(frame)
+  def _begin(self, announced: Announcement) -> Received:
+    id, base = (announced.round, announced.version), announced.begin.base
     with self._lock:
-      if self._given_up:
-        raise WireError(f"round {self.id[0]} was given up{self._given_up}")
-      if frame.command is Command.END and self._writing:
-        raise WireError("END while a bucket is still being written")
-      self.ledger.accept(frame)
-      if frame.command is Command.END:
-        assert frame.end is not None
-        self._mapped = {}
-        self.partial.rename(self.directory)
-        self.fingerprint = frame.end.fingerprint
-        return str(self.directory)
-      if frame.command is Command.ABORT:
-        raise WireError(f"given up by the sender: {frame.reason}")
-      self._writing += 1
-      path = self.partial / f"model-{next(self._numbers):05}.safetensors"
-    places, failed = {}, ": a bucket was not written"
-    try:
-      both = list(zip(frame.entries, frame.tensors, strict=True))
-      if whole := [pair for pair in both if pair[0].part == (0, 1)]:
-        places = _write(path, whole)
-      for entry, tensor in both:
-        if entry.part != (0, 1):
-          self._target(entry.name)[slices(entry.dst_index)] = tensor
-      failed = ""
-    finally:
-      with self._lock:
-        self._places |= places
-        self._given_up = self._given_up or failed
-        self._writing -= 1
-        self._lock.notify_all()
-    return ""
-
-  def _target(self, name: str) -> np.ndarray:
-    """A tensor that comes in parts, in a file of its own."""
-    with self._lock:
-      if name not in self._mapped:
-        shape, dtype = self.ledger.expected[name]
-        nbytes = ITEM_BYTES[dtype] * math.prod(shape)
-        header = safetensors_header([Entry(name, (0, 1), dtype, shape, full(shape), 0, nbytes, "")])
-        path = self.partial / f"model-{next(self._numbers):05}.safetensors"
-        with path.open("xb") as file:
-          file.write(header)
-          os.posix_fallocate(file.fileno(), 0, len(header) + nbytes)
-        mapped = np.memmap(path, np.uint8, "r+", offset=len(header), shape=(nbytes,))
-        self._mapped[name] = mapped.view(NUMPY_DTYPES[dtype]).reshape(shape)
-        self._places[name] = _Place(path.name, len(header), nbytes)
-      return self._mapped[name]
-
-  def read(self, name: str) -> np.ndarray:
-    """The bytes of a tensor after END. Raises BaseError where they are gone."""
-    place = self._places[name]
-    try:
-      data = np.fromfile(self.directory / place.file, np.uint8, place.nbytes, offset=place.offset)
-    except OSError as error:
-      raise BaseError(f"the base {self.id} is gone: {error}") from error
-    if len(data) != place.nbytes:
-      raise BaseError(f"{name} of the base {self.id} has {len(data)} of {place.nbytes} bytes")
-    return data
-
-  def _applied(self, frame: Frame) -> Frame:
-    """The bucket that a delta stands for."""
-    if self.base is None:
-      raise WireError(f"a delta in round {self.id[0]}, which was begun without a base")
-    entries, tensors = [], []
-    for entry, data, change in zip(frame.entries, frame.tensors, frame.changes, strict=True):
-      if entry.name not in self.ledger.expected:
-        raise WireError(f"{entry.name} is not expected")
-      shape, dtype = self.ledger.expected[entry.name]
-      base = self.base.read(entry.name)
-      try:
-        made = delta.decode(change.encoding, data, base, ITEM_BYTES[dtype])
-      except ValueError as error:
-        raise WireError(f"{entry.name}: {error}") from error
-      if tensor_hash(made) != change.target:
-        raise BaseError(f"{entry.name}: the base does not give the bytes that version {self.id[1]} "
-                        "has")  # fmt: skip
-      entries.append(
-        Entry(entry.name, (0, 1), dtype, shape, full(shape), 0, len(made), change.target)
-      )
-      tensors.append(made.view(NUMPY_DTYPES[dtype]).reshape(shape))
-    return Frame(Command.BUCKET, frame.round, frame.version, tuple(entries), tuple(tensors))
-
-  def drop(self) -> None:
-    """Removes the files; when it returns they are gone, whoever removed them."""
-    with self._lock:
-      self._given_up = self._given_up or " by its sender"
-      self._lock.wait_for(lambda: not self._writing, _DROP_SECONDS)  # a new file would stay
-      self._mapped = {}
-      for directory in (self.partial, self.directory):
-        shutil.rmtree(directory, ignore_errors=True)
-      if (descriptor := self._owned) is not None:
-        self._owned = None
-        os.close(descriptor)
-
-
-def _checked(
-  base: Base | None, held: _Round | None, expected: Mapping[str, tuple[tuple[int, ...], str]]
-) -> _Round | None:
-  """The round that a sender named as its base. Raises BaseError unless it is whole and the one."""
-  if base is None:
-    return None
-  if held is None:
-    raise BaseError(f"version {base.version}, round {base.round}, is not held here")
-  if held.fingerprint != base.fingerprint:
-    is_ = held.fingerprint or "not whole yet"
-    raise BaseError(f"version {base.version} is {is_} here, the sender's is {base.fingerprint}")
-  if held.ledger.expected != expected:
-    raise BaseError(f"version {base.version} has other tensors")
-  return held
+      if self._closed:
+        raise WireError("this receiver is closing")
+      if id in self._rounds:  # its files have the same names
+        raise WireError(f"round {announced.round} was begun before")
+      held = None if base is None else self._rounds.get((base.round, base.version))
+      self._rounds[id] = Received(announced, self.root, held)
+      return self._rounds[id]
 
 
 class _Frames:
@@ -401,21 +242,6 @@ def read_answer(connection: socket.socket) -> Frame:
   if frame.command is not Command.DONE:
     raise WireError(f"answered {frame.command.name}, expected DONE")
   return frame
-
-
-def _write(path: Path, tensors: Sequence[tuple[Entry, np.ndarray]]) -> dict[str, _Place]:
-  """Whole tensors as a safetensors file. The format allows no gaps, so they move together."""
-  entries: list[Entry] = []
-  offset = 0
-  for entry, _ in tensors:
-    entries.append(entry._replace(offset=offset))
-    offset += entry.nbytes
-  header = safetensors_header(entries)
-  with path.open("xb") as file:
-    file.write(header)
-    for _, tensor in tensors:
-      file.write(tensor.reshape(-1).view(np.uint8).data)
-  return {e.name: _Place(path.name, len(header) + e.offset, e.nbytes) for e in entries}
 
 
 def _shut(connection: socket.socket) -> None:

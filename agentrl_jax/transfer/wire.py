@@ -24,11 +24,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from agentrl_jax.transfer.boxes import Boxes
 from agentrl_jax.transfer.delta import ENCODINGS
-from agentrl_jax.transfer.layout import Box, intersect, slices
+from agentrl_jax.transfer.layout import Box
 from agentrl_jax.transfer.plan import ITEM_BYTES, Bucket, Plan
-from agentrl_jax.transfer.stage import NUMPY_DTYPES, Staged, fingerprint_of, tensor_hash
+from agentrl_jax.transfer.stage import NUMPY_DTYPES, Staged, tensor_hash
 
 ALIGN = 16
 MAX_METADATA_BYTES = 16 << 20
@@ -212,22 +211,6 @@ def encode_opening(round: int, version: int, begin: Begin) -> list[bytes]:
   ]
 
 
-def with_more(first: Frame, frame: Frame) -> Frame:
-  """BEGIN with what a MORE frame adds. Raises WireError where it is none, or of another round."""
-  begin = first.begin
-  assert begin is not None
-  if frame.command is not Command.MORE or frame[1:3] != first[1:3]:
-    raise WireError(f"{frame.command.name} of round {frame.round}, round {first.round} has "
-                    f"{begin.further} tensors to announce")  # fmt: skip
-  if not frame.more or len(frame.more) > begin.further:
-    raise WireError(f"{len(frame.more)} tensors are announced, {begin.further} were to come")
-  tensors = (*begin.tensors, *frame.more)
-  _check_once(tensors)
-  return first._replace(
-    begin=begin._replace(tensors=tensors, further=begin.further - len(frame.more))
-  )
-
-
 def encode_join(round: int, version: int, token: str) -> bytes:
   """The frame that opens a further connection of a round."""
   return _encode(Command.JOIN, round, version, {"token": token}, 0)
@@ -322,124 +305,6 @@ def check_entries(entries: Sequence[Entry], payload_bytes: int, *, align: int = 
   for before, after in itertools.pairwise(placed):
     if before.offset + before.nbytes > after.offset:
       raise WireError(f"{after.name} overlaps {before.name} at byte {after.offset}")
-
-
-class Ledger:
-  """Checks one round's frames: each part of each expected tensor once, nothing else, then END.
-
-  Args:
-    expected: shape and dtype by name.
-  """
-
-  def __init__(self, round: int, version: int, expected: Mapping[str, tuple[tuple[int, ...], str]]):
-    self.round, self.version, self.expected = round, version, dict(expected)
-    self.parts: dict[str, dict[int, Entry]] = {}
-    self.buckets = self.nbytes = 0
-    self.done = False
-
-  def accept(self, frame: Frame) -> None:
-    """Takes note of one frame, or raises WireError and changes nothing."""
-    if (frame.round, frame.version) != (self.round, self.version):
-      raise WireError(
-        f"frame of round {frame.round} version {frame.version}, "
-        f"this is round {self.round} version {self.version}"
-      )
-    if self.done:
-      raise WireError(f"a frame after the end of round {self.round}")
-    match frame.command:
-      case Command.ABORT:
-        self.done, self.parts = True, {}
-      case Command.END:
-        assert frame.end is not None
-        self._check_end(frame.end)
-        self.done = True
-      case Command.BUCKET:
-        self._check_bucket(frame)
-        for entry in frame.entries:
-          self.parts.setdefault(entry.name, {})[entry.part[0]] = entry
-        self.buckets += 1
-        self.nbytes += sum(entry.nbytes for entry in frame.entries)
-      case other:
-        raise WireError(f"{other.name} inside round {self.round}")
-
-  def _check_bucket(self, frame: Frame) -> None:
-    for entry in frame.entries:
-      if entry.name not in self.expected:
-        raise WireError(f"{entry.name} is not expected")
-      shape, dtype = self.expected[entry.name]
-      if entry.dtype != dtype:
-        raise WireError(f"{entry.name}: dtype {entry.dtype}, expected {dtype}")
-      if len(entry.shape) != len(shape) or any(
-        stop > size for (_, stop), size in zip(entry.dst_index, shape, strict=True)
-      ):
-        raise WireError(f"{entry.name}: index {entry.dst_index} is outside shape {shape}")
-      if entry.part[0] in self.parts.get(entry.name, {}):
-        raise WireError(f"{entry.name}: part {entry.part[0]} was received before")
-
-  def _check_end(self, end: End) -> None:
-    if missing := sorted(set(self.expected) - set(self.parts)):
-      raise WireError(f"{missing[0]} was not received ({len(missing)} missing)")
-    rows = []
-    for name, parts in self.parts.items():
-      entries = [parts[k] for k in sorted(parts)]
-      boxes = Boxes([entry.dst_index for entry in entries])
-      for number, entry in enumerate(entries):
-        if entry.part[1] != len(entries):
-          raise WireError(f"{name}: {len(entries)} of its {entry.part[1]} parts were received")
-        for other in boxes.meeting(entry.dst_index):
-          if other < number and intersect(entries[other].dst_index, entry.dst_index) is not None:
-            raise WireError(f"{name}: parts {entries[other].part[0]} and {entry.part[0]} overlap")
-      got, wanted = sum(math.prod(e.shape) for e in entries), math.prod(self.expected[name][0])
-      if got != wanted:
-        raise WireError(f"{name}: its parts have {got} elements, its shape {wanted}")
-      rows += [(0, e.name, e.part, e.shape, e.dtype, e.hash) for e in entries]
-    got = End(self.buckets, len(self.parts), self.nbytes, fingerprint_of(rows))
-    if got != end:
-      raise WireError(f"received {got}, the sender says {end}")
-
-
-class Receiver:
-  """Collects one round's tensors in memory, as views of the frames that they came in.
-
-  Args:
-    expected: as of `Ledger`.
-  """
-
-  def __init__(
-    self,
-    round: int,
-    version: int,
-    expected: Mapping[str, tuple[tuple[int, ...], str]],
-    *,
-    max_payload_bytes: int,
-  ):
-    self.ledger = Ledger(round, version, expected)
-    self.max_payload_bytes = max_payload_bytes
-    self.parts: dict[str, dict[int, np.ndarray]] = {}
-
-  def take(self, data: bytes | memoryview) -> Frame:
-    """Accepts one frame, or raises WireError and changes nothing."""
-    frame = decode(data, max_payload_bytes=self.max_payload_bytes)
-    self.ledger.accept(frame)
-    if frame.command is Command.ABORT:
-      self.parts = {}
-    for entry, tensor in zip(frame.entries, frame.tensors, strict=True):
-      self.parts.setdefault(entry.name, {})[entry.part[0]] = tensor
-    return frame
-
-  def tensors(self) -> dict[str, np.ndarray]:
-    """Every tensor, whole, after END. A tensor of one part is a view of its frame."""
-    if not self.ledger.done or not self.parts:
-      raise WireError(f"round {self.ledger.round} has not ended")
-    out = {}
-    for name, parts in self.parts.items():
-      if len(parts) == 1:
-        out[name] = parts[0]
-        continue
-      out[name] = np.empty(self.ledger.expected[name][0], parts[0].dtype)
-      for k, array in parts.items():
-        out[name][slices(self.ledger.parts[name][k].dst_index)] = array
-    return out
 
 
 def _encode(command: Command, round: int, version: int, metadata: Any, payload: int) -> bytes:
@@ -555,13 +420,9 @@ def _announced(rows: Any) -> tuple[Announced, ...]:
     if dtype not in ITEM_BYTES:
       raise WireError(f"{name}: unknown dtype {dtype[:80]!r}")
     tensors.append((name, tuple(_size(n, "shape") for n in _list(row[1])), dtype))
-  _check_once(tensors)
-  return tuple(tensors)
-
-
-def _check_once(tensors: Sequence[Announced]) -> None:
   if len({name for name, _, _ in tensors}) != len(tensors):
     raise WireError("a tensor is announced twice")
+  return tuple(tensors)
 
 
 def _fields(value: Any, keys: frozenset[str]) -> dict[str, Any]:

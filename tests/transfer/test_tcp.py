@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from agentrl_jax.transfer import receive, wire
+from agentrl_jax.transfer import receive, received, wire
 from agentrl_jax.transfer.control import CallError
 from agentrl_jax.transfer.delta import overwrite
 from agentrl_jax.transfer.plan import Bucket, Plan, Segment
@@ -209,6 +209,36 @@ def test_a_bucket_of_more_tensors_than_a_frame_says(tmp_path, monkeypatch, delta
   transport.close()
 
 
+def test_an_announcement_that_is_cut_or_wrong_leaves_nothing(tmp_path, monkeypatch):
+  monkeypatch.setattr(wire, "TENSORS_A_FRAME", 2)
+  receiver = FileReceiver(tmp_path, TOKEN)
+  tensors = tuple((f"t{n}", (1,), "int32") for n in range(5))
+  first, second, third = wire.encode_opening(7, 1, wire.Begin(TOKEN, "run-1", tensors))
+  end = wire.encode_end(7, 1, wire.End(0, 0, 0, fingerprint_of([])))
+  for frames, message in [
+    ([first, second], ""),  # and no more
+    ([second], "the token is not this receiver's"),
+    ([first, third, third], "t4 is announced twice"),
+    ([first, second, second], "2 tensors are announced, 1 were to come"),
+    ([first, second, end], "END of round 7, round 7 has 1 tensors to announce"),
+    ([first, second, third, second], "MORE inside round 7"),
+    ([first, second, third, end], "t0 was not received (5 missing)"),
+  ]:
+    assert message in refused(receiver.address, *frames)
+    gone_within(tmp_path, 5.0)
+  host, port = receiver.address.rsplit(":", 1)
+  with socket.create_connection((host, int(port)), 10.0) as connection:
+    for frame in (first, second):
+      connection.sendall(frame)
+      receive.read_answer(connection)
+    receiver._closed = True  # as `close` begins
+    connection.sendall(third)
+    with pytest.raises(wire.WireError, match="this receiver is closing"):
+      receive.read_answer(connection)
+  assert list(tmp_path.iterdir()) == [] and receiver._rounds == {}
+  receiver.close()
+
+
 def gone_within(root, seconds):
   """Waits until nothing is left under `root`."""
   deadline = time.monotonic() + seconds
@@ -313,7 +343,7 @@ def test_a_bucket_that_was_not_written_is_not_vouched_for(tmp_path, monkeypatch)
   with socket.create_connection((host, int(port)), 10.0) as first:
     first.sendall(wire.encode_begin(7, 1, wire.Begin(TOKEN, "run-1", (("a", (2,), "float32"),))))
     receive.read_answer(first)
-    monkeypatch.setattr(receive, "_write", full)
+    monkeypatch.setattr(received, "_write", full)
     joined = wire.encode_join(7, 1, TOKEN)
     assert "No space left" in refused(receiver.address, joined, bucket)
     first.sendall(end)

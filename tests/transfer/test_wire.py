@@ -11,10 +11,43 @@ from hypothesis import strategies as st
 
 from agentrl_jax.transfer import wire
 from agentrl_jax.transfer.layout import slices
+from agentrl_jax.transfer.ledger import Announcement, Ledger
 from agentrl_jax.transfer.stage import fingerprint_of, tensor_hash
-from agentrl_jax.transfer.wire import End, Entry, Receiver, WireError
+from agentrl_jax.transfer.wire import End, Entry, WireError
 
 LIMIT = 1 << 16
+
+
+class Receiver:
+  """Collects one round's tensors in memory, as views of the frames that they came in."""
+
+  def __init__(self, round, version, expected):
+    self.ledger = Ledger(round, version, expected)
+    self.parts: dict[str, dict[int, np.ndarray]] = {}
+
+  def take(self, data):
+    """Accepts one frame, or raises WireError and changes nothing."""
+    frame = wire.decode(data, max_payload_bytes=LIMIT)
+    self.ledger.accept(frame)
+    if frame.command is wire.Command.ABORT:
+      self.parts = {}
+    for entry, tensor in zip(frame.entries, frame.tensors, strict=True):
+      self.parts.setdefault(entry.name, {})[entry.part[0]] = tensor
+    return frame
+
+  def tensors(self):
+    """Every tensor, whole, after END. A tensor of one part is a view of its frame."""
+    if not self.ledger.done or not self.parts:
+      raise WireError(f"round {self.ledger.round} has not ended")
+    out = {}
+    for name, parts in self.parts.items():
+      if len(parts) == 1:
+        out[name] = parts[0]
+        continue
+      out[name] = np.empty(self.ledger.expected[name][0], parts[0].dtype)
+      for k, array in parts.items():
+        out[name][slices(self.ledger.parts[name][k].dst_index)] = array
+    return out
 
 
 @dataclasses.dataclass
@@ -53,7 +86,7 @@ def send(tensors, *, rows=None, round=7, version=3):
 def receive(sent, **changes):
   receiver = Receiver(
     changes.get("round", 7), changes.get("version", 3),
-    changes.get("expected", sent.expected), max_payload_bytes=LIMIT,
+    changes.get("expected", sent.expected),
   )  # fmt: skip
   for frame in sent.frames:
     receiver.take(frame)
@@ -152,7 +185,7 @@ def test_what_was_not_agreed_is_refused(change, message):
 
 def test_a_repeated_bucket_and_a_late_frame_are_refused():
   sent = send(TENSORS)
-  receiver = Receiver(7, 3, sent.expected, max_payload_bytes=LIMIT)
+  receiver = Receiver(7, 3, sent.expected)
   receiver.take(sent.frames[0])
   with pytest.raises(WireError, match="a: part 0 was received before"):
     receiver.take(sent.frames[0])
@@ -164,7 +197,7 @@ def test_a_repeated_bucket_and_a_late_frame_are_refused():
 
 def test_an_abort_gives_nothing():
   sent = send(TENSORS)
-  receiver = Receiver(7, 3, sent.expected, max_payload_bytes=LIMIT)
+  receiver = Receiver(7, 3, sent.expected)
   receiver.take(sent.frames[0])
   assert receiver.take(wire.encode_abort(7, 3, "sender died")).reason == "sender died"
   with pytest.raises(WireError, match="has not ended"):
@@ -244,17 +277,20 @@ def test_more_than_a_frame_says_is_announced_in_several(monkeypatch):
   assert [frame.command.name for frame in frames] == ["BEGIN", "MORE", "MORE"]
   first, second, third = frames
   assert (first.begin.tensors, first.begin.further) == (tensors[:2], 3)
-  whole = wire.with_more(wire.with_more(first, second), third)
-  assert whole.begin == OPENING._replace(tensors=tensors)
+  whole = Announcement(first)
+  whole.add(second)
+  whole.add(third)
+  assert (whole.left, whole.begin) == (0, first.begin)
+  assert whole.tensors == {name: (shape, dtype) for name, shape, dtype in tensors}
   for frame, message in [
     (first, "BEGIN of round 7, round 7 has 3 tensors to announce"),
     (third._replace(round=8), "MORE of round 8, round 7 has"),
     (third._replace(more=()), "0 tensors are announced, 3 were to come"),
     (third._replace(more=tensors[1:]), "4 tensors are announced, 3 were to come"),
-    (third._replace(more=tensors[:1]), "announced twice"),
+    (third._replace(more=tensors[1:2]), "t1 is announced twice"),
   ]:
     with pytest.raises(WireError, match=message):
-      wire.with_more(first, frame)
+      Announcement(first).add(frame)
 
 
 def adversarial(rng):
