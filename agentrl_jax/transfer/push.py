@@ -181,19 +181,22 @@ class SGLangPublisher:
         with clock.phase("deliver"):
           await self._each(round, writing, lambda r, p: self._deliver(r, p, transport, staged))
       finally:
-        if staged.join is not None:
-          staged.join(None)
+        if staged.join is not None:  # once they have ended what they send
+          await asyncio.to_thread(staged.join, None)
       writing = [peer for peer in writing if peer in round.live]
     with clock.phase("pause"):
       await self._each(round, writing, self._pause)
     expected = asyncio.create_task(self._expected(staged, round))
-    with clock.phase("send", chosen.nbytes * len(writing)):
-      await self._each(round, writing, lambda r, peer: self._send(r, peer, staged))
-    with clock.phase("verify"):
-      sent = {segment.name for segment in chosen.segments}
-      await self._each(round, round.live, lambda r, peer: self._verify(r, peer, expected, sent))
-      await expected  # so that its error is not lost where nobody was left to ask
-      self._compare_replicas(round)
+    try:
+      with clock.phase("send", chosen.nbytes * len(writing)):
+        await self._each(round, writing, lambda r, peer: self._send(r, peer, staged))
+      with clock.phase("verify"):
+        sent = {segment.name for segment in chosen.segments}
+        await self._each(round, round.live, lambda r, peer: self._verify(r, peer, expected, sent))
+        await expected  # so that its error is not lost where nobody was left to ask
+        self._compare_replicas(round)
+    finally:
+      await asyncio.gather(expected, return_exceptions=True)  # it reads what is freed afterwards
     with clock.phase("flush"):
       await self._each(round, writing, self._flush)
     with clock.phase("version"):
@@ -269,8 +272,10 @@ class SGLangPublisher:
     try:
       staged = await asyncio.shield(working)
     except BaseException as error:
-      await asyncio.gather(working, return_exceptions=True)  # a cancelled round's thread goes on
+      (made,) = await asyncio.gather(working, return_exceptions=True)  # its thread goes on
       self.transport.release(round.key)
+      if isinstance(made, Staged) and made.join is not None:
+        made.join(None)
       if not isinstance(error, STAGE_ERRORS):
         raise
       for peer in list(round.live):

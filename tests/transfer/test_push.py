@@ -16,6 +16,7 @@ import pytest
 
 from agentrl_jax.models import llama
 from agentrl_jax.transfer import push
+from agentrl_jax.transfer.engine_layout import expected_checksums
 from agentrl_jax.transfer.push import sglang_publisher
 from agentrl_jax.transfer.report import PushError, State
 from agentrl_jax.transfer.transports.disk import DiskTransport
@@ -410,10 +411,16 @@ def test_a_round_that_breaks_ends_before_it_says_so(tmp_path, weights, monkeypat
       await send(staged, peer, ranks)
       ended.append(peer.url)
 
+    def slowly(*arguments, **options):
+      time.sleep(0.5)
+      ended.append("checksums")
+      return expected_checksums(*arguments, **options)
+
     monkeypatch.setattr(publisher.transport, "send", breaking)
+    monkeypatch.setattr(push, "expected_checksums", slowly)
     with pytest.raises(RuntimeError, match="a bug"):
       await publisher.publish(at(weights, 1), 1)
-    assert ended == [fakes[1].url]
+    assert ended == [fakes[1].url, "checksums"]  # both are with us
     monkeypatch.undo()
     await publisher.recover()
     assert (await publisher.publish(at(weights, 1), 1)).state is State.COMMITTED
