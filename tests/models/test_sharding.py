@@ -110,7 +110,7 @@ def test_heads_are_cut_between_heads_only():
 def test_refusals():
   with pytest.raises(ValueError, match=r"unknown mesh axes \['model'\]"):
     sharding.make_mesh(model=2)
-  with pytest.raises(ValueError, match="needs 16 devices, have 8: .* {'fsdp': 8}"):
+  with pytest.raises(ValueError, match=r"needs 16 devices, have 8: .* {'fsdp': 8}"):
     sharding.make_mesh(tensor=16)
   mesh = sharding.make_mesh(tensor=2)
   twice = ParamSpec((4, 4), jnp.float32, ("heads", "ffw"), ones)
