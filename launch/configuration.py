@@ -122,7 +122,7 @@ def imported(load: Callable[[], T]) -> T:
     raise ValueError(f"{str(error).splitlines()[0]}: {_UNKNOWN_MODULE}") from None
 
 
-def given(config: flags.FlagHolder) -> fdl.Buildable:
+def given(config: flags.FlagHolder) -> fdl.Config:
   """What the flag says, read here first: Fiddle's errors in terms of this project's flags."""
   try:
     value = imported(lambda: config.value)
