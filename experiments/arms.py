@@ -56,7 +56,10 @@ class Worker:
 def main(study: Study) -> None:
   """The command: `--arms`, `--seeds`, `--scale`, `--results`, `--runs`, `--cores`."""
   arms = flags.DEFINE_list("arms", list(study.arms), "Which arms.")
-  seeds = flags.DEFINE_list("seeds", [str(s) for s in study.seeds], "Which seeds.")
+  given = ",".join(map(str, study.seeds))
+  seeds = flags.DEFINE_list(
+    "seeds", None, f"Which seeds; default {given}, of a smoke run {study.seeds[0]}."
+  )
   scale = flags.DEFINE_enum("scale", "cpu", SCALES, "cpu: the experiment; smoke: does it run?")
   results = flags.DEFINE_string(
     "results", None, f"Default: experiments/{study.paper}/results; for smoke within --runs."
@@ -72,7 +75,8 @@ def main(study: Study) -> None:
       arm, _, seed = only.value.rpartition("_")
       work(study, arm, int(seed), scale.value, files)
       return 0
-    wanted = chosen(study, arms.value, seeds.value)
+    some = study.seeds[:1] if scale.value == "smoke" else study.seeds
+    wanted = chosen(study, arms.value, seeds.value or [str(seed) for seed in some])
     return run_all(study, wanted, scale.value, files, limit=cores.value)
 
   command.run(body)
