@@ -5,6 +5,9 @@
 
 from setuptools import find_packages, setup
 
+# An HTTP server that others keep well, for launch.serve --engine=embedded.
+SERVE = ["starlette>=1.10", "uvicorn>=0.55"]
+
 setup(
   name="agentrl_jax",
   version="0.1.0",
@@ -46,7 +49,9 @@ setup(
     "tensorboard>=2.21",
   ],
   extras_require={
+    "serve": SERVE,
     "test": [
+      *SERVE,
       "pytest>=9.2",
       "pytest-xdist>=3.8",
       "pytest-timeout>=2.4",

@@ -2,7 +2,7 @@
 
 from configs.algorithms import use_algorithm, use_routers
 from configs.attention import use_cudnn
-from configs.engines import use_embedded, use_fp8, use_sglang, use_transport
+from configs.engines import use_embedded, use_fp8, use_server, use_sglang, use_transport
 from configs.gsm8k import gsm8k
 from configs.pods.deepseek import deepseek_v4_flash_h200_128
 from configs.pods.glm4 import glm_4_5_air_h200_32
@@ -47,6 +47,7 @@ __all__ = [
   "use_fp8_sampler",
   "use_lora",
   "use_routers",
+  "use_server",
   "use_sglang",
   "use_transport",
 ]

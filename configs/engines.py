@@ -8,7 +8,7 @@ from typing import Any
 import fiddle as fdl
 
 from agentrl_jax.ops.quantize import OCP
-from agentrl_jax.orchestrate import engines
+from agentrl_jax.orchestrate import engines, served
 from agentrl_jax.orchestrate.experiment import Experiment
 from agentrl_jax.sampler.placement import SamplerFp8
 from agentrl_jax.transfer import delta
@@ -54,14 +54,23 @@ def use_embedded(config: fdl.Config[Experiment]) -> None:
   _use(config, engines.embedded)
 
 
-def use_transport(config: fdl.Config[Experiment], name: str) -> None:
-  """Weights go to the SGLang server by one of `TRANSPORTS`.
+def use_server(config: fdl.Config[Experiment], url: str, receiver: str = "") -> None:
+  """Rollouts from a server that is running already, here or on another machine, which the run
+  neither starts nor stops: SGLang, or `launch.serve --engine=embedded`. `receiver` is HOST:PORT of
+  `agentrl_jax.transfer.receive` beside it, which the embedded one says itself.
+  """
+  _use(config, served.served)
+  config.engine.url, config.engine.receiver = url, receiver
 
-  Raises ValueError for another name, or where the engine is no SGLang server.
+
+def use_transport(config: fdl.Config[Experiment], name: str) -> None:
+  """Weights go to the server by one of `TRANSPORTS`.
+
+  Raises ValueError for another name, or where the engine is in the trainer's process.
   """
   if name not in TRANSPORTS:
     raise ValueError(f"no transport {name!r}; there are {', '.join(TRANSPORTS)}")
-  _sglang(config, "a transport").transport = TRANSPORTS[name]()
+  _server(config, "a transport", engines.sglang, served.served).transport = TRANSPORTS[name]()
 
 
 def use_fp8(config: fdl.Config[Experiment]) -> None:
@@ -69,7 +78,7 @@ def use_fp8(config: fdl.Config[Experiment]) -> None:
 
   Raises ValueError where the engine is no SGLang server.
   """
-  engine = _sglang(config, "FP8")
+  engine = _server(config, "FP8", engines.sglang)
   engine.quantization, engine.dtype = OCP, "bfloat16"
 
 
@@ -82,8 +91,13 @@ def _is(engine: Any, made: Callable[..., engines.OpenEngine]) -> bool:
   return isinstance(engine, fdl.Config) and fdl.get_callable(engine) is made
 
 
-def _sglang(config: fdl.Config[Experiment], what: str) -> fdl.Config[engines.OpenEngine]:
+def _server(
+  config: fdl.Config[Experiment], what: str, *kinds: Callable[..., engines.OpenEngine]
+) -> fdl.Config[engines.OpenEngine]:
   engine = config.engine
-  if not _is(engine, engines.sglang):
-    raise ValueError(f"{what} is for a SGLang server, the engine is {engine}: use_sglang before it")
+  if not any(_is(engine, kind) for kind in kinds):
+    before = " or use_server" if served.served in kinds else ""
+    raise ValueError(
+      f"{what} is for a SGLang server, the engine is {engine}: use_sglang{before} before it"
+    )
   return engine

@@ -61,14 +61,20 @@ class TensorFiles:
   Raises:
     FileNotFoundError: neither an index nor a single file is there, or the index names a missing
       file.
-    ValueError: an index or a file that is broken, by its path.
+    ValueError: an index or a file that is broken, or a tensor in two files, by its path.
   """
 
-  def __init__(self, directory: PathLike, *, single: str = SINGLE_NAME):
-    """Args: directory; single, the name of the file where there is but one."""
+  def __init__(self, directory: PathLike, *, single: str = SINGLE_NAME, indexed: bool = True):
+    """Args: directory; single, the name of the file where there is but one; indexed, False where
+    there is no index and every safetensors file counts, as in what a push brings.
+    """
     self.directory = pathlib.Path(directory)
     index, alone = self.directory / INDEX_NAME, self.directory / single
-    if index.is_file():
+    if not indexed:
+      names = sorted(path.name for path in self.directory.glob("*.safetensors"))
+      if not names:
+        raise FileNotFoundError(f"{self.directory}: no safetensors files there")
+    elif index.is_file():
       places = read_object(index).get("weight_map")
       if not isinstance(places, dict):
         raise ValueError(f"{index}: weight_map is {places!r}, expected the file of each tensor")
@@ -86,6 +92,8 @@ class TensorFiles:
         handle = safetensors.safe_open(path, framework="numpy")
       except safetensors.SafetensorError as error:
         raise ValueError(f"{path}: not a whole safetensors file: {error}") from error
+      if twice := set(self._files).intersection(handle.keys()):
+        raise ValueError(f"{path}: {min(twice)} is in another file, too")
       self._files |= {tensor: handle for tensor in handle.keys()}  # noqa: SIM118 (not a mapping)
       self._paths |= {tensor: path for tensor in handle.keys()}  # noqa: SIM118
 

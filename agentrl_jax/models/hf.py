@@ -82,19 +82,25 @@ def load_model(directory: PathLike) -> Model:
 
 
 def load_weights(
-  model: Model, directory: PathLike, *, shardings: Any = None, dtype: Any = jnp.float32
+  model: Model,
+  directory: PathLike,
+  *,
+  shardings: Any = None,
+  dtype: Any = jnp.float32,
+  indexed: bool = True,
 ) -> Weights:
   """The weights of `directory` as arrays of `dtype`, made under `shardings` where given.
 
   Args:
     shardings: a tree as `models.sharding.shardings` makes; the default device otherwise.
+    indexed: as of `TensorFiles`.
 
   Raises:
     FileNotFoundError: no safetensors files.
     ValueError: a broken file, by its path; tensors missing, left over, or of another shape or
       stored type than expected, or with numbers that are not finite, by name.
   """
-  files = model.functions.checkpoint(TensorFiles(directory))
+  files = model.functions.checkpoint(TensorFiles(directory, indexed=indexed))
   _check(model, files)
   tree = jax.tree.structure(model.abstract(), is_leaf=is_spec)
   count = tree.num_leaves
@@ -132,7 +138,7 @@ def save_weights(
   """
   stored = np.dtype(dtype or jax.tree.leaves(weights)[0].dtype)
   with new_directory(directory) as partial:
-    write_tensors(partial, list(_entries(model, weights, stored)))
+    write_tensors(partial, list(entries(model, weights, stored)))
     fields = model.functions.to_hf(model.config)
     if copy_from is not None:
       copied = _copy_settings(pathlib.Path(copy_from), partial)
@@ -233,7 +239,7 @@ def _read_box(
   return box
 
 
-def _entries(model: Model, weights: Weights, dtype: np.dtype) -> Iterator[TensorEntry]:
+def entries(model: Model, weights: Weights, dtype: np.dtype) -> Iterator[TensorEntry]:
   """Every Hugging Face tensor of the weights, each fetched to the host when its turn comes."""
   for (spec, rule), array in zip(pairs(model), jax.tree.leaves(weights), strict=True):
     stored = np.dtype(np.int64) if rule.whole else _held(rule, dtype)

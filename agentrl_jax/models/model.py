@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 Weights = Any  # pytree of arrays, or of ParamSpec, of one family's `flax.struct` dataclasses
@@ -222,6 +223,15 @@ def unstack(weights: Weights) -> Weights:
   names = [field.name for field in dataclasses.fields(weights)]
   stacks = [name for name in names if name.endswith("layers")]
   return weights.replace(**{name: split(getattr(weights, name)) for name in stacks})
+
+
+def on_host(weights: Weights) -> Weights:
+  """The weights as numpy arrays, with what `unstack` took apart stacked again."""
+  held = jax.tree.map(np.asarray, weights)
+  names = [field.name for field in dataclasses.fields(held)]
+  apart = {name: getattr(held, name) for name in names if isinstance(getattr(held, name), tuple)}
+  stacked = {name: jax.tree.map(lambda *w: np.stack(w), *trees) for name, trees in apart.items()}
+  return held.replace(**stacked)
 
 
 def cast(weights: Weights, dtype: Any) -> Weights:

@@ -178,7 +178,7 @@ def sglang(
       await asyncio.to_thread(server.start)
       vocab_size = context.model.config.vocab_size
       engine = SGLangEngine(server.url, vocab_size, server=server, call_seconds=call_seconds)
-      run_id = _run_id(context.workdir)
+      run_id = run_id_of(context.workdir)
       if context.lora is not None:
         context.say("transport adapter: the model stays as the server loaded it")
         publisher: Publisher = adapter_publisher(
@@ -192,7 +192,7 @@ def sglang(
       else:
         servers = Servers(
           [server.url],
-          _nbytes(context.weights, dtype),
+          nbytes_of(context.weights, dtype),
           tensor_parallel,
           Windows({server.url: window.address}, window.token) if window else None,
           lacking,
@@ -262,7 +262,7 @@ class _Embedded:
     await self.engine.flush()
 
   async def close(self) -> None:
-    await _close_all(self.publisher.close, self.engine.close)
+    await close_all(self.publisher.close, self.engine.close)
 
 
 @dataclasses.dataclass
@@ -286,10 +286,10 @@ class _SGLang:
 
   async def close(self) -> None:
     end = functools.partial(asyncio.to_thread, self.server.close)
-    await _close_all(self.publisher.close, self.engine.close, end)
+    await close_all(self.publisher.close, self.engine.close, end)
 
 
-async def _close_all(*closes: Callable[[], Awaitable[None]]) -> None:
+async def close_all(*closes: Callable[[], Awaitable[None]]) -> None:
   """Calls all, in order, then raises the first error, which tells of the others."""
   errors: list[BaseException] = []
   for close in closes:
@@ -303,14 +303,14 @@ async def _close_all(*closes: Callable[[], Awaitable[None]]) -> None:
     raise errors[0]
 
 
-def _run_id(workdir: Path) -> str:
+def run_id_of(workdir: Path) -> str:
   """The same for every start of one run, different for two runs whose folders share a name."""
   path = workdir.resolve()
   digest = hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()
   return re.sub(r"[^\w.-]", "_", f"{path.name}-{digest}")
 
 
-def _nbytes(weights: Any, dtype: str) -> int:
+def nbytes_of(weights: Any, dtype: str) -> int:
   """Of a weight tree in `dtype`."""
   return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights)) * jnp.dtype(dtype).itemsize
 

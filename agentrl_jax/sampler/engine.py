@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Int
 
 from agentrl_jax.models.model import Cache, Model, Weights
 from agentrl_jax.rollout.engine import EngineError, Finish, Generation, SamplingParams
@@ -27,6 +28,10 @@ from agentrl_jax.sampler.stops import StopTable
 
 QUIET_TURNS = 16  # turns of the event loop without a submission before the device goes on
 SETTLE_TURNS = 4096  # at most, however busy the submitters are
+
+
+class Refused(EngineError):
+  """What was asked for can never be answered; the message says what is wrong with it."""
 
 
 class EmbeddedEngine:
@@ -95,18 +100,19 @@ class EmbeddedEngine:
     self._running: list[Request] = []  # in order of admission
     self._submitted = 0
     self._driver: asyncio.Task[None] | None = None
-    self._closed = False
+    self._closed = self._paused = False
     self.counters = collections.Counter[str]()
 
   async def generate(
     self, request_id: str, prompt: Sequence[int], params: SamplingParams
   ) -> Generation:
-    """Samples one turn. Raises EngineError naming engine, request and reason."""
+    """Samples one turn. Raises EngineError naming engine, request and reason: Refused where it
+    was not begun.
+    """
     request = self._request(request_id, prompt, params)
     self._waiting.append(request)
     self._submitted += 1
-    if self._driver is None or self._driver.done():
-      self._driver = asyncio.get_running_loop().create_task(self._drive())
+    self._start()
     try:
       async with asyncio.timeout(self._deadline):
         return await request.result
@@ -129,6 +135,36 @@ class EmbeddedEngine:
     for request in [*self._running, *self._waiting]:
       if request.request_id == request_id:
         self._finish(request, "abort")
+
+  async def abort_all(self) -> None:
+    """`abort` of every request."""
+    for request in [*self._running, *self._waiting]:
+      self._finish(request, "abort")
+
+  async def pause(self) -> None:
+    """From here to `resume` nothing is sampled; requests wait, within their deadlines."""
+    self._paused = True
+
+  async def resume(self) -> None:
+    """Goes on where `pause` stopped."""
+    self._paused = False
+    self._start()
+
+  @property
+  def idle(self) -> bool:
+    """Whether no request is under way."""
+    return not (self._running or self._waiting)
+
+  @property
+  def weights(self) -> Weights:
+    """What is served, in the engine's dtype, a tree a layer. Never donated."""
+    return self._weights
+
+  async def next_logp(self, prompt: Sequence[int]) -> Float[np.ndarray, "V"]:
+    """Log-probs at temperature 1 of every token after `prompt`, by a pass beside the cache."""
+    self._check_open("next_logp")
+    tokens = jnp.asarray([self._checked("next_logp", "prompt", prompt)])
+    return np.asarray(self._programs.distribution(self._weights, tokens))
 
   async def load(self, weights: Weights, version: int) -> None:
     """Installs new weights; requests under way go on with them, their cache recomputed.
@@ -163,24 +199,18 @@ class EmbeddedEngine:
   def _request(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Request:
     self._check_open(request_id)
     if any(r.request_id == request_id for r in (*self._waiting, *self._running)):
-      raise self._error(request_id, "a request with this id is still running")
-    given = np.asarray(prompt, np.int32)
-    vocab, total = self._model.config.vocab_size, len(given) + params.max_new_tokens
+      raise self._refused(request_id, "a request with this id is still running")
+    given = self._checked(request_id, "prompt", prompt)
+    total = len(given) + params.max_new_tokens
     if not len(given):
-      raise self._error(request_id, "the prompt is empty")
+      raise self._refused(request_id, "the prompt is empty")
     if total > self._context:
-      raise self._error(
+      raise self._refused(
         request_id,
         f"prompt of {len(given)} tokens and max_new_tokens {params.max_new_tokens} make {total}, "
         f"more than the context of {self._context}",
       )
-    for what, ids in (
-      ("prompt", given),
-      ("stop_token_ids", np.asarray(params.stop_token_ids, int)),
-    ):
-      bad = np.flatnonzero((ids < 0) | (ids >= vocab))
-      if bad.size:
-        raise self._error(request_id, f"{what} has id {ids[bad[0]]}, outside [0, {vocab})")
+    self._checked(request_id, "stop_token_ids", params.stop_token_ids)
     return Request(
       request_id=request_id,
       params=params,
@@ -192,12 +222,24 @@ class EmbeddedEngine:
       version=np.zeros(params.max_new_tokens, np.int32),
     )
 
+  def _checked(self, request_id: str, what: str, given: Sequence[int]) -> Int[np.ndarray, "N"]:
+    """The ids, all of them tokens of the model."""
+    ids, vocab = np.asarray(given, int), self._model.config.vocab_size
+    bad = np.flatnonzero((ids < 0) | (ids >= vocab))
+    if bad.size:
+      raise self._refused(request_id, f"{what} has id {ids[bad[0]]}, outside [0, {vocab})")
+    return ids.astype(np.int32)
+
+  def _start(self) -> None:
+    if self._driver is None or self._driver.done():
+      self._driver = asyncio.get_running_loop().create_task(self._drive())
+
   async def _drive(self) -> None:
     """Lets tasks submit, then runs one device program, as long as there is work."""
     try:
       while True:
         await self._settle()
-        if self._closed or not (self._running or self._waiting):
+        if self._closed or self._paused or self.idle:
           return
         self._admit()
         self._advance()
@@ -398,6 +440,9 @@ class EmbeddedEngine:
   def _check_open(self, what: str) -> None:
     if self._closed:
       raise self._error(what, "the engine is closed")
+
+  def _refused(self, request_id: str, reason: str) -> Refused:
+    return Refused(str(self._error(request_id, reason)))
 
   def _error(self, request_id: str, reason: str) -> EngineError:
     return EngineError(f"engine {self.name}, request {request_id}: {reason}")

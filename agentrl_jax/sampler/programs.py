@@ -1,4 +1,5 @@
-"""The sampler's three device programs: copy a prefix, prefill, decode; each gets the cache donated.
+"""The sampler's device programs: copy a prefix, prefill, decode, each of which gets the cache
+donated; and the whole distribution of one next token, with a cache of its own.
 
 A program works on a view of the cache: the rows it needs, cut to the indices it can reach. The view
 of all rows and indices is the cache itself. Only sampled positions are multiplied with the head.
@@ -39,11 +40,13 @@ class Programs(NamedTuple):
   prefill(weights, cache, rows [R], tokens [R N], position [R N], *, length, whole) -> cache
   decode(weights, cache, rows [R], state, stop_table [S V], steps, quota, *, length, whole)
     -> (cache, ids [R M], logp [R M]): NOTHING and 0 where a row sampled nothing
+  distribution(weights, tokens [1 N]) -> logp [V], compiled for each N
   """
 
   copy: Callable[..., Cache]
   prefill: Callable[..., Cache]
   decode: Callable[..., tuple[Cache, Int[Array, "R M"], Float[Array, "R M"]]]
+  distribution: Callable[..., Float[Array, "V"]]
 
 
 @functools.cache
@@ -74,10 +77,18 @@ def make_programs(
     view, ids, logp = _decode_loop(forward, max_steps, view, state, stop_table, steps, quota)
     return _put(cache, axes, rows, view, length, whole), ids, logp
 
+  def distribution(weights, tokens):
+    position = jnp.arange(tokens.shape[1])[None]
+    empty = model.init_cache(1, tokens.shape[1], cache_dtype(dtype, fp8))
+    options = {**fp8.options, **expert_options(model, sharding, 1)}
+    hidden, _ = model.decode(weights, empty, tokens, position, dtype=dtype, **options)
+    return jax.nn.log_softmax(_project(model, weights, hidden[:, -1])[0])
+
   return Programs(
     jax.jit(copy, donate_argnames=("cache",), static_argnames="length", out_shardings=sharding),
     jit(prefill, out_shardings=sharding),
     jit(decode, out_shardings=(sharding, None, None)),
+    jax.jit(distribution),
   )
 
 
@@ -85,9 +96,12 @@ def _logits(
   model: Model, weights: Weights, view: Cache, token: Array, position: Array, **options: Any
 ) -> tuple[Float[Array, "R V"], Cache]:
   hidden, view = model.decode(weights, view, token[:, None], position[:, None], **options)
+  return _project(model, weights, hidden[:, 0]), view
+
+
+def _project(model: Model, weights: Weights, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
   head = model.unembedding(weights).astype(hidden.dtype)
-  logits = jnp.einsum("rd,dv->rv", hidden[:, 0], head, preferred_element_type=jnp.float32)
-  return logits, view
+  return jnp.einsum("rd,dv->rv", hidden, head, preferred_element_type=jnp.float32)
 
 
 def _decode_loop(

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from agentrl_jax.models.model import Model
+from agentrl_jax.models.hf import entries
+from agentrl_jax.models.model import Model, Weights, on_host
 from agentrl_jax.ops.quantize import Quantization, dequantize
 from agentrl_jax.transfer.layout import (
   Assembly,
@@ -62,7 +63,7 @@ _ITS_OWN = re.compile(
   r"|\.(expert_mask_gpu|embed_scale|gemma_weight|[kv]_scale)$"
 )
 _THREADS = 8  # hashing frees the interpreter lock
-_VOCAB_PADDING = 64  # sglang/srt/layers/vocab_parallel_embedding.py
+VOCAB_PADDING = 64  # sglang/srt/layers/vocab_parallel_embedding.py
 
 
 class Parameter(NamedTuple):
@@ -276,8 +277,8 @@ def direct_target(
   """
   made = tuple(made)
   for a, _ in made:
-    if _module(a.dst) in _VOCAB and a.shape[0] % _VOCAB_PADDING:
-      raise ValueError(f"{a.dst} has {a.shape[0]} rows, the engine pads to {_VOCAB_PADDING}s")
+    if _module(a.dst) in _VOCAB and a.shape[0] % VOCAB_PADDING:
+      raise ValueError(f"{a.dst} has {a.shape[0]} rows, the engine pads to {VOCAB_PADDING}s")
   return tuple(
     Tensor(
       a.dst,
@@ -299,6 +300,7 @@ def expected_checksums(
   *,
   kv_heads: int | None = None,
   block: tuple[int, int] | None = None,
+  padding: int = VOCAB_PADDING,
 ) -> tuple[dict[str, str], ...]:
   """What each rank's `/weights_checker` reports on CPU.
 
@@ -306,6 +308,7 @@ def expected_checksums(
     tensors: the whole checkpoint by Hugging Face name, in the engine's dtype.
     kv_heads: as of `parameters`.
     block: of weights that are quantised in blocks.
+    padding: what the engine pads vocabularies to multiples of.
   Returns:
     for each rank, checksum by the engine's parameter name. Vocabularies that the engine pads are
     left out.
@@ -313,7 +316,7 @@ def expected_checksums(
   identity, sources = _identity(tensors)
   held: tuple[dict[str, np.ndarray], ...] = tuple({} for _ in range(ranks))
   for made, axis in parameters(identity, ranks, kv_heads=kv_heads):
-    if _module(made.dst) in _VOCAB and made.shape[0] % _VOCAB_PADDING:
+    if _module(made.dst) in _VOCAB and made.shape[0] % padding:
       continue
     single = sources.get(made.dst)
     value = apply(made, sources) if single is None else single
@@ -321,6 +324,13 @@ def expected_checksums(
       box = _rank_box(made.shape, axis, rank, ranks)
       held[rank][made.dst] = value[tuple(slice(*span) for span in box)]
   return tuple(checksums_of(parts, block) for parts in held)
+
+
+def checksums_here(model: Model, weights: Weights, dtype: str) -> dict[str, str]:
+  """The same for weights of this process, as an engine that pads nothing holds them in `dtype`."""
+  tensors = {e.name: e.read() for e in entries(model, on_host(weights), np.dtype(dtype))}
+  (made,) = expected_checksums(tensors, 1, kv_heads=model.units.get("kv_heads"), padding=1)
+  return made
 
 
 def checksums_of(

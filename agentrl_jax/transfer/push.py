@@ -9,6 +9,7 @@ one are gone.
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import re
 import time
@@ -350,9 +351,12 @@ class SGLangPublisher:
       else:
         round.leave(peer, State.FENCED, error)
 
-  async def _expected(self, staged: Staged, round: Round) -> Mapping[int, Sequence[Mapping]]:
-    """By tensor-parallel size, what the ranks of servers on CPU must report."""
-    if not staged.whole or not any(peer.exact for peer in round.live):
+  async def _expected(
+    self, staged: Staged, round: Round
+  ) -> Mapping[tuple[int, int], Sequence[Mapping]]:
+    """By their layout, what the ranks of servers with such checksums must report."""
+    layouts = sorted({peer.layout for peer in round.live if peer.exact})
+    if not staged.whole or not layouts:
       return {}
     block = self.quantization.block if self.quantization else None
     if self.transport.per_rank:
@@ -360,13 +364,14 @@ class SGLangPublisher:
       for segment in staged.plan.segments:
         held[segment.rank][segment.name] = staged.view(segment)
       made = await asyncio.to_thread(lambda: [checksums_of(parts, block) for parts in held])
-      return {len(held): made}
+      return dict.fromkeys(layouts, made)
     tensors = {segment.name: staged.view(segment) for segment in staged.plan.segments}
-    sizes = sorted({peer.ranks for peer in round.live if peer.exact})
-    kv_heads = self.model.units.get("kv_heads")
+    expect = functools.partial(
+      expected_checksums, tensors, kv_heads=self.model.units.get("kv_heads"), block=block
+    )
     return {
-      n: await asyncio.to_thread(expected_checksums, tensors, n, kv_heads=kv_heads, block=block)
-      for n in sizes
+      (ranks, padding): await asyncio.to_thread(expect, ranks, padding=padding)
+      for ranks, padding in layouts
     }
 
   async def _verify(
@@ -380,7 +385,7 @@ class SGLangPublisher:
       return
     expected = await making
     if peer.exact and expected:
-      wrong = differences(got, expected[peer.ranks])
+      wrong = differences(got, expected[peer.layout])
     else:
       comparable = round.whole == self.published_whole and self.published != ""
       same = got == peer.seen and comparable and round.fingerprint != self.published
@@ -393,9 +398,9 @@ class SGLangPublisher:
 
   def _compare_replicas(self, round: Round) -> None:
     """Replicas of one layout must hold the same bytes; no vote is taken on who is right."""
-    groups: dict[tuple[bool, int], list[Peer]] = {}
+    groups: dict[tuple[bool, tuple[int, int]], list[Peer]] = {}
     for peer in round.live:
-      groups.setdefault((peer.exact, peer.ranks), []).append(peer)
+      groups.setdefault((peer.exact, peer.layout), []).append(peer)
     for peers in groups.values():
       if any(peer.seen != peers[0].seen for peer in peers):
         for peer in peers:

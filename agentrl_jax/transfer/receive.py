@@ -263,13 +263,24 @@ class ReceiverProcess:
   """A receiver on this machine, in a process of its own that ends with this one, and with it what
   it holds.
 
+  Args:
+    root: as of `FileReceiver`, as are `host` and `port`.
+    token: None makes one.
   Raises:
     OSError: it did not start; the message has its last words.
   """
 
-  def __init__(self, root: str | os.PathLike[str] = DEFAULT_ROOT):
-    self.token, self._root = secrets.token_hex(16), Path(root)
+  def __init__(
+    self,
+    root: str | os.PathLike[str] = DEFAULT_ROOT,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | None = None,
+  ):
+    self.token, self._root = token or secrets.token_hex(16), Path(root)
     command = [sys.executable, "-m", "agentrl_jax.transfer.receive", f"--root={root}"]
+    command += [f"--host={host}", f"--port={port}"]
     environment: Mapping[str, str] = os.environ | {TOKEN: self.token}
     self._process = subprocess.Popen(
       [*command, "--with-parent"],

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from agentrl_jax.transfer.control import CallError, Control, RankChecksum
+from agentrl_jax.transfer.engine_layout import VOCAB_PADDING
 from agentrl_jax.transfer.report import Clock, State
 
 
@@ -18,16 +19,23 @@ class Peer:
   dtype: str = ""
   process: tuple[Any, ...] = ()  # differs for every start of a server
   exact: bool = False  # its checksums are ones that we can compute
+  padding: int = VOCAB_PADDING  # what it pads vocabularies to multiples of
   parameters: frozenset[str] = frozenset()  # of all ranks
   covered_by: str = ""  # digest of a plan that makes all of them
   seen: tuple[RankChecksum, ...] | None = None  # at the last commit, or when it was first met
+
+  @property
+  def layout(self) -> tuple[int, int]:
+    """What decides the checksums of a model's weights."""
+    return self.ranks, self.padding
 
   async def meet(self) -> None:
     """Reads what kind of server it is, afresh: a restart may have changed it."""
     facts = await self.control.facts()
     try:
       self.ranks, self.dtype = int(facts["tp_size"]), str(facts["dtype"]).removeprefix("torch.")
-      self.exact = facts["device"] == "cpu"
+      self.exact = facts["device"] == "cpu" or facts.get("checksums") == "sha256"
+      self.padding = int(facts.get("vocab_padding", VOCAB_PADDING))
       stages, replicas = int(facts.get("pp_size", 1)), int(facts.get("dp_size", 1))
     except (KeyError, ValueError) as error:
       raise CallError("refused", f"{self.control.url}/server_info lacks {error}") from error

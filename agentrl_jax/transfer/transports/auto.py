@@ -32,6 +32,8 @@ class Servers(NamedTuple):
     ranks: tensor-parallel ranks of a server.
     windows: of servers that were started so that their parameters are open.
     lacking: by library, why such servers could not be written to.
+    receivers: HOST:PORT of those that servers name themselves, by URL.
+    here: whether they see this machine's shared memory; None: those at a loopback address do.
   """
 
   urls: Sequence[str]
@@ -39,6 +41,8 @@ class Servers(NamedTuple):
   ranks: int = 1
   windows: "Windows | None" = None
   lacking: Mapping[str, str] = {}
+  receivers: Mapping[str, str] = {}
+  here: bool | None = None
 
 
 class Windows(NamedTuple):
@@ -88,19 +92,21 @@ def tcp(
   """Connections to the receivers HOST:PORT by server URL, with $AGENTRL_TRANSFER_TOKEN.
 
   Args:
-    receivers: None: the servers are on this machine, and a receiver is started for them here.
+    receivers: None: those that servers name; where they name none, they are on this machine, and
+      a receiver is started for them here.
     delta, full_every: as of `TcpTransport`.
   """
 
   def pick(servers: Servers) -> Choice:
-    if receivers is not None:
-      made = TcpTransport(receivers, _token(), delta=delta, full_every=full_every)
+    beside = servers.receivers or None if receivers is None else receivers
+    if beside is not None:
+      made = TcpTransport(beside, _token(), delta=delta, full_every=full_every)
       return Choice(made, ())
-    if away := _away(servers.urls):
+    if away := away_from_here(servers):
       raise ValueError(f"{away} is not on this machine: name the receiver beside it")
     process = ReceiverProcess()
-    beside = {url: process.address for url in servers.urls}
-    made = TcpTransport(beside, process.token, process=process, delta=delta, full_every=full_every)
+    started = {url: process.address for url in servers.urls}
+    made = TcpTransport(started, process.token, process=process, delta=delta, full_every=full_every)
     return Choice(made, ())
 
   return Choose(pick)
@@ -151,7 +157,7 @@ def fastest(
     else:
       return Choice(OneSidedTransport(nixl, *opened), ())
     sweep(Path(root))  # what a killed trainer left counts against the space
-    if away := _away(servers.urls):
+    if away := away_from_here(servers):
       passed.append(f"disk needs servers on this machine, {away} is not")
     elif reason := _unfit(Path(root), servers.nbytes):
       passed.append(f"disk: {reason}")
@@ -161,10 +167,11 @@ def fastest(
       passed.append(f"mooncake: {reason}")
     else:
       return Choice(OneSidedTransport(mooncake, *opened), tuple(passed))
-    if reason := _silent(servers.urls, receivers or {}):
+    beside = receivers or servers.receivers
+    if reason := _silent(servers.urls, beside):
       passed.append(f"tcp: {reason}")
     else:
-      return Choice(TcpTransport(receivers or {}, _token()), tuple(passed))
+      return Choice(TcpTransport(beside, _token()), tuple(passed))
     passed.append("broadcast is taken only by name: a server that cannot reach this machine hangs")
     if servers.ranks > 1:
       return Choice(DirectTransport(), tuple(passed))
@@ -199,9 +206,11 @@ def _closed(library: Library, servers: Servers, opened: Windows) -> str:
   return ""
 
 
-def _away(urls: Sequence[str]) -> str:
-  """The first server that is not on this machine, or ""."""
-  return next((url for url in urls if not _here(url)), "")
+def away_from_here(servers: Servers) -> str:
+  """The first server that does not see this machine's shared memory, or ""."""
+  if servers.here is None:
+    return next((url for url in servers.urls if not _here(url)), "")
+  return "" if servers.here else servers.urls[0]
 
 
 def _silent(urls: Sequence[str], receivers: Mapping[str, str]) -> str:
