@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import importlib
 import signal
+import sys
 import time
 
 import httpx
@@ -16,6 +18,7 @@ from agentrl_jax.models import llama
 from agentrl_jax.models.hf import save_weights
 from agentrl_jax.rollout.engine import EngineError, SamplingParams
 from agentrl_jax.rollout.sglang import SGLangEngine
+from agentrl_jax.sampler import server as server_module
 from agentrl_jax.sampler.engine import EmbeddedEngine
 from agentrl_jax.transfer.control import CallError
 from agentrl_jax.transfer.push import sglang_publisher
@@ -156,6 +159,22 @@ def test_every_token_has_the_version_that_made_it_while_pushes_are_in_flight(way
   for generation in made:
     np.testing.assert_array_equal((generation.ids - 4) // 2, generation.version)
   assert any(len(set(generation.version.tolist())) > 1 for generation in made)
+
+
+def test_a_model_cut_over_devices_and_in_bfloat16_is_pushed_whole(directory, tmp_path):
+  served = Served(directory, *OPTIONS, "--tensor_parallel=2", "--dtype=bfloat16").wait()
+
+  async def main():
+    engine = SGLangEngine(served.url, VOCAB)
+    async with publishing(served, transport("tcp", served, tmp_path)) as publisher:
+      report = await publisher.publish(weights(1), 1)
+      assert report.state is State.COMMITTED, str(report)  # by checksums of what its devices hold
+    assert await engine.probe(tolerance=0.1) < 0.1
+    assert await engine.version() == 1
+    await engine.close()
+
+  asyncio.run(main())
+  assert served.stop(signal.SIGTERM)[0] == 0
 
 
 class Flipping(DiskTransport):
@@ -346,6 +365,12 @@ def test_a_signal_ends_it_with_what_it_was_doing(number, directory):
   assert not any("Traceback" in line for line in lines)
   with pytest.raises(httpx.ConnectError):
     httpx.get(f"http://{served.receiver}", trust_env=False)
+
+
+def test_a_missing_library_is_told_with_its_extra(monkeypatch):
+  monkeypatch.setitem(sys.modules, "uvicorn", None)
+  with pytest.raises(ImportError, match=r"needs starlette and uvicorn .*pip install -e '.\[serve"):
+    importlib.reload(server_module)
 
 
 def test_what_cannot_be_served_is_one_line(directory, tmp_path):
