@@ -61,7 +61,8 @@ class TensorFiles:
   Raises:
     FileNotFoundError: neither an index nor a single file is there, or the index names a missing
       file.
-    ValueError: an index or a file that is broken, or a tensor in two files, by its path.
+    ValueError: an index or a file that is broken, or without index a tensor in two files, by its
+      path.
   """
 
   def __init__(self, directory: PathLike, *, single: str = SINGLE_NAME, indexed: bool = True):
@@ -92,7 +93,7 @@ class TensorFiles:
         handle = safetensors.safe_open(path, framework="numpy")
       except safetensors.SafetensorError as error:
         raise ValueError(f"{path}: not a whole safetensors file: {error}") from error
-      if twice := set(self._files).intersection(handle.keys()):
+      if not indexed and (twice := set(self._files).intersection(handle.keys())):
         raise ValueError(f"{path}: {min(twice)} is in another file, too")
       self._files |= {tensor: handle for tensor in handle.keys()}  # noqa: SIM118 (not a mapping)
       self._paths |= {tensor: path for tensor in handle.keys()}  # noqa: SIM118

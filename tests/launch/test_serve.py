@@ -266,6 +266,9 @@ def test_a_bad_control_call_is_told_its_value_and_changes_nothing(server, direct
     (tmp_path / folder).mkdir()
     if tensors:
       save_file(tensors, tmp_path / folder / "model.safetensors")
+  (tmp_path / "twice").mkdir()
+  save_file(good, tmp_path / "twice" / "a.safetensors")
+  save_file({name: good[name]}, tmp_path / "twice" / "b.safetensors")
   before = post(server, "/weights_checker", {"action": "checksum"})
   here = {"model_path": str(directory)}
   refusals = [
@@ -279,6 +282,7 @@ def test_a_bad_control_call_is_told_its_value_and_changes_nothing(server, direct
     ("lacking", f"1 missing tensors: {name}"),
     ("nan", f"{name}: numbers that are not finite"),
     ("none", "no safetensors files"),
+    ("twice", f"b.safetensors: {name} is in another file, too"),
     ("nowhere", "no safetensors files"),
   ]
   for route, body, message in refusals:
