@@ -97,7 +97,7 @@ def test_what_is_wrong_with_a_configuration_is_one_line(places, tmp_path):
     'set:mesh={"rows": 2}': "rows",
     "set:batch.row_length=16": "expected more than limits.context_tokens, 128",
     f'set:model="{unknown}"': "Gpt9",
-    "fiddler:use_sglan": "use_routers, use_sglang",
+    "fiddler:use_sglan": "use_routers, use_server, use_sglang",
     "fiddler:my_changes.all": "'my_changes': the folder of a module of your own",
     'fiddler:use_algorithm(name="dapo", buffer=8)': "missing 1 required keyword-only argument: "
     "'limit', given buffer=8: --config=set:algorithm.NAME=VALUE",
