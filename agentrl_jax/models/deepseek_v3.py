@@ -226,6 +226,7 @@ _FIELDS = {
   "qk_rope_head_dim": "rotary_dim",
   "v_head_dim": "value_dim",
 }
+_SIZES = {"kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
 _IMPLIED = {"qk_head_dim"}  # by other fields, as are head_dim and num_key_value_heads
 # Of the original code and of transformers' own training; they change nothing here.
 _IGNORED = {"auto_map", "aux_loss_alpha", "ep_size", "output_router_logits", "seq_aux"}
@@ -243,8 +244,10 @@ def from_hf(fields: Mapping[str, Any]) -> Model:
   missing = sorted(read - set(fields))
   if missing:
     raise ValueError(f"config fields {missing} are missing")
+  moe_decoder.require_counts(fields)
+  hf_config.require_counts(fields, _SIZES if fields["q_lora_rank"] else _SIZES - {"q_lora_rank"})
   theta, scaling = hf_config.read_rope(fields)
-  rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+  rope = hf_config.rope_fields(fields)
   sizes = hf_config.read_sizes(fields | {"num_key_value_heads": None, "head_dim": None})
   for implied in ("head_dim", "kv_heads"):
     del sizes[implied]

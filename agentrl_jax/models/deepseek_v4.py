@@ -187,6 +187,7 @@ _FIELDS = {
 }
 _ROUTER = {"num_experts_per_tok": "experts_per_token", "routed_scaling_factor": "scale"}
 _REQUIRED = {"head_dim", *_FIELDS, *_ROUTER}
+_NO_COUNTS = {"hc_eps", "num_nextn_predict_layers", "routed_scaling_factor", "swiglu_limit"}
 _OTHERS = {
   *("compress_rate_csa", "compress_rate_hca", "compress_rates", "compress_ratios"),
   *("compress_rope_theta", "layer_types", "mlp_layer_types", "num_hash_layers"),
@@ -230,6 +231,8 @@ def from_hf(fields: Mapping[str, Any]) -> Model:
     raise ValueError(
       f"config field quantization_config={quantized!r} is not supported, expected fp8"
     )
+  hf_config.require_counts(fields, _REQUIRED - _NO_COUNTS)
+  hf_config.require_experts(fields, "n_routed_experts")
   sizes = hf_config.read_sizes(fields)
   for implied in ("ffw", "kv_heads"):
     del sizes[implied]
@@ -249,11 +252,6 @@ def _require_whole(config: Config) -> None:
   if config.heads % config.groups:
     raise ValueError(
       f"num_attention_heads={config.heads} is no multiple of o_groups={config.groups}"
-    )
-  if config.router.experts_per_token > config.experts:
-    raise ValueError(
-      f"num_experts_per_tok={config.router.experts_per_token} exceeds "
-      f"n_routed_experts={config.experts}"
     )
   if not config.numbers(ROUTED):
     raise ValueError("no layer's experts are chosen by score, expected one at least")
@@ -299,7 +297,7 @@ def _read_blocks(fields: Mapping[str, Any]) -> dict[str, int]:
 
 def _read_ropes(fields: Mapping[str, Any]) -> dict[str, Any]:
   """Both spellings: parameters of `main` and `compress` apart, or those of the latter alone."""
-  rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
+  rope = dict(hf_config.rope_fields(fields))
   part = fields.get("partial_rotary_factor")
   if part is None:
     given = fields.get("qk_rope_head_dim")

@@ -235,6 +235,8 @@ def from_hf(fields: Mapping[str, Any]) -> Model:
   """
   fields = _DEFAULTS | dict(fields)
   hf_config.check(fields, "Gemma 3", fixed=_FIXED, read=_READ)
+  hf_config.require_counts(fields, ["sliding_window"])
+  hf_config.read_positive(fields, "query_pre_attn_scalar", 1.0)
   sizes = hf_config.read_sizes(fields) | {ours: fields[name] for name, ours in _OWN.items()}
   return bind(Config(local=_read_local(fields), **_read_ropes(fields), **sizes))
 

@@ -21,7 +21,13 @@ _FIELDS = {
 }
 _OTHERS = {"n_shared_experts", "partial_rotary_factor"}
 # transformers', where a config.json leaves a field out
-_DEFAULTS = {"num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "use_qk_norm": False}
+_DEFAULTS = {
+  "num_key_value_heads": 8,
+  "num_nextn_predict_layers": 1,
+  "partial_rotary_factor": 0.5,
+  "rms_norm_eps": 1e-5,
+  "use_qk_norm": False,
+}
 
 
 def bind(config: Config) -> Model:
@@ -36,17 +42,17 @@ def from_hf(fields: Mapping[str, Any]) -> Model:
     ValueError: a missing field, or one that is unknown or set to a value not implemented, by name.
   """
   fields = _DEFAULTS | dict(fields)
-  rope = dict(fields.get("rope_parameters") or {})
+  rope = dict(hf_config.rope_fields(fields))
   fields["partial_rotary_factor"] = rope.pop(
     "partial_rotary_factor", fields["partial_rotary_factor"]
   )
-  if rope:
-    fields["rope_parameters"] = rope
+  fields |= {"rope_parameters": rope, "rope_scaling": None}
   read = {*_FIELDS, *moe_decoder.SIGMOID_FIELDS, *_OTHERS}
   hf_config.check(fields, "GLM-4.5", fixed=_FIXED, read={*read, "output_router_logits"})
   missing = sorted(read - set(fields))
   if missing:
     raise ValueError(f"config fields {missing} are missing")
+  moe_decoder.require_counts(fields)
   theta, scaling = hf_config.read_rope(fields)
   sizes = hf_config.read_sizes(fields)
   return bind(

@@ -56,11 +56,26 @@ def check(
   missing = [name for name in SIZES if name not in fields]
   if missing:
     raise ValueError(f"config fields {missing} are missing")
-  for name in (*SIZES, "num_key_value_heads"):
-    if name in fields and not (type(fields[name]) is int and fields[name] > 0):
-      raise ValueError(f"config field {name}={fields[name]!r}, expected a whole number > 0")
+  require_counts(fields, [name for name in (*SIZES, "num_key_value_heads") if name in fields])
+  require_counts(fields, ["head_dim"] if fields.get("head_dim") is not None else [])
   read_positive(fields, "rms_norm_eps", 1.0)
   _check_ends(fields)
+
+
+def require_counts(fields: Mapping[str, Any], names: Collection[str], least: int = 1) -> None:
+  """Raises ValueError for a field that is no whole number of at least `least`, by name."""
+  for name in sorted(names):
+    if not (type(fields[name]) is int and fields[name] >= least):
+      raise ValueError(
+        f"config field {name}={fields[name]!r}, expected a whole number > {least - 1}"
+      )
+
+
+def require_experts(fields: Mapping[str, Any], experts: str) -> None:
+  """Raises ValueError if a token has more experts than there are by the field `experts`."""
+  chosen = fields["num_experts_per_tok"]
+  if chosen > fields[experts]:
+    raise ValueError(f"num_experts_per_tok={chosen} exceeds {experts}={fields[experts]}")
 
 
 def read_positive(fields: Mapping[str, Any], name: str, default: float) -> float:
@@ -110,11 +125,21 @@ def read_rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 
   Raises:
     ValueError: a kind of scaling, or a parameter of one, that is not known, or a theta that is not
-      > 0, by name.
+      > 0, by name; both spellings that differ.
   """
-  rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+  rope = rope_fields(fields)
   theta = read_positive({**fields, **rope}, "rope_theta", 10000.0)
   return theta, read_scaling(rope, fields["max_position_embeddings"])
+
+
+def rope_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+  """The parameters in either spelling. Raises ValueError for both that differ."""
+  newer, older = (fields.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
+  if newer and older and newer != older:
+    raise ValueError(
+      f"config field rope_scaling={older!r}, but rope_parameters={newer!r}: expected one of them"
+    )
+  return newer or older
 
 
 def write_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
@@ -136,6 +161,9 @@ def read_scaling(rope: Mapping[str, Any], max_position: int) -> RopeScaling | No
   missing = sorted(required - set(rope))
   if missing:
     raise ValueError(f"rope parameters {missing} of rope_type={kind!r} are missing")
+  for name in sorted(required):
+    if not (kind == "yarn" and rope[name] is None):  # the factor, which is then inferred
+      read_positive(rope, name, 1.0)
   if kind == "linear":
     return layers.Linear(rope["factor"])
   if kind == "llama3":

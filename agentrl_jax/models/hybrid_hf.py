@@ -81,15 +81,17 @@ def read(
   missing = sorted((_REQUIRED | set(also)) - set(fields))
   if missing:
     raise ValueError(f"config fields {missing} are missing")
+  hf_config.require_counts(fields, _REQUIRED | set(also))
   sizes = {ours: fields[name] for name, ours in _FIELDS.items()}
   if sizes["value_heads"] % sizes["key_heads"]:
     raise ValueError(
       f"linear_num_value_heads={sizes['value_heads']} is no multiple of "
       f"linear_num_key_heads={sizes['key_heads']}"
     )
-  rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
+  rope = dict(hf_config.rope_fields(fields))
   part = rope.pop("partial_rotary_factor", fields.get("partial_rotary_factor", 0.25))
   fields["rope_parameters"] = {k: v for k, v in rope.items() if k not in _MULTIMODAL_ROPE}
+  fields["rope_scaling"] = None
   theta, scaling = hf_config.read_rope(fields)
   return {
     **hf_config.read_sizes(fields),

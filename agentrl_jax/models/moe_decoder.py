@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from agentrl_jax.models import attention, decoder, layers, moe
+from agentrl_jax.models import attention, decoder, hf_config, layers, moe
 from agentrl_jax.models.decoder import KeyValueCache, Remat, save_everything
 from agentrl_jax.models.layers import Mix, RopeScaling, Rotation
 from agentrl_jax.models.model import Rule, param, unstack
@@ -293,16 +293,33 @@ SIGMOID_FIELDS = {  # of a config.json, by the name of ours
 }
 
 
+def require_counts(fields: Mapping[str, Any]) -> None:
+  """Raises ValueError for what counts layers, experts or groups and cannot, by name."""
+  positive = ("moe_intermediate_size", "n_group", "n_routed_experts", "num_experts_per_tok")
+  hf_config.require_counts(fields, (*positive, "topk_group"))
+  others = ("first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers")
+  hf_config.require_counts(fields, others, least=0)
+  dense, count = fields["first_k_dense_replace"], fields["num_hidden_layers"]
+  if dense > count:
+    raise ValueError(f"first_k_dense_replace={dense} exceeds num_hidden_layers={count}")
+
+
 def read_sigmoid(fields: Mapping[str, Any]) -> moe.Sigmoid:
   """The router that a `config.json` describes.
 
   Raises:
-    ValueError: experts that do not divide into the groups, or more experts a token than are kept.
+    ValueError: experts that do not divide into the groups, groups of one expert where some are
+      left out, or more groups or experts a token than there are.
   """
   router = moe.Sigmoid(**{ours: fields[name] for name, ours in SIGMOID_FIELDS.items()})
   experts, groups = fields["n_routed_experts"], router.groups
   if experts % groups:
     raise ValueError(f"n_routed_experts={experts} is no multiple of n_group={groups}")
+  if router.groups_kept > groups or (router.groups_kept < groups == experts):
+    raise ValueError(
+      f"topk_group={router.groups_kept} of n_group={groups} with n_routed_experts={experts}: "
+      "expected as many at most, and two experts a group where some are left out"
+    )
   if router.experts_per_token > experts // groups * router.groups_kept:
     raise ValueError(
       f"num_experts_per_tok={router.experts_per_token} exceeds the experts of "

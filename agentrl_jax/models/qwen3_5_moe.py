@@ -5,7 +5,7 @@ routing and a gated shared expert in each (Qwen Team 2026).
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl_jax.models import decoder, hybrid_decoder, hybrid_hf, moe
+from agentrl_jax.models import decoder, hf_config, hybrid_decoder, hybrid_hf, moe
 from agentrl_jax.models.hybrid_decoder import Config
 from agentrl_jax.models.model import Family, Model
 
@@ -34,6 +34,7 @@ def from_hf(fields: Mapping[str, Any]) -> Model:
   if _SHARED in fields:
     fields["intermediate_size"] = fields[_SHARED]
   sizes = hybrid_hf.read(fields, _NAME, fixed=_FIXED, also=_READ)
+  hf_config.require_experts(fields, "num_experts")
   return bind(
     Config(
       experts=fields["num_experts"],

@@ -16,6 +16,8 @@ _FIXED = {
   "hidden_act": "silu",
   "mlp_only_layers": [],
 }
+# transformers', where a config.json leaves a field out
+_DEFAULTS = {"mlp_only_layers": [], "num_key_value_heads": 4}
 _IGNORED = {"output_router_logits"}  # of transformers' own training
 _READ = {"moe_intermediate_size", "norm_topk_prob", "num_experts_per_tok"}
 _BALANCE = "router_aux_loss_coef"
@@ -39,18 +41,20 @@ def from_hf(fields: Mapping[str, Any]) -> Model:
   Raises:
     ValueError: a missing field, or one that is unknown or set to a value not implemented, by name.
   """
-  fields = {"mlp_only_layers": [], **fields}
+  fields = _DEFAULTS | dict(fields)
   fields["mlp_only_layers"] = fields["mlp_only_layers"] or []  # null is the default, too
   read = {*_IGNORED, *_READ, _BALANCE, *_EXPERTS, *hf_config.refuse_windows(fields)}
   hf_config.check(fields, "Qwen3-MoE", fixed=_FIXED, read=read)
-  experts = [fields[name] for name in _EXPERTS if name in fields]
+  experts = [name for name in _EXPERTS if name in fields]
   missing = sorted(_READ - set(fields)) + ([] if experts else [_EXPERTS[0]])
   if missing:
     raise ValueError(f"config fields {missing} are missing")
+  hf_config.require_counts(fields, {experts[0], *_READ} - {"norm_topk_prob"})
+  hf_config.require_experts(fields, experts[0])
   theta, scaling = hf_config.read_rope(fields)
   return bind(
     config(
-      experts=experts[0],
+      experts=fields[experts[0]],
       experts_per_token=fields["num_experts_per_tok"],
       normalized=fields["norm_topk_prob"],
       expert_ffw=fields["moe_intermediate_size"],

@@ -414,6 +414,7 @@ def test_the_published_spelling_of_a_configuration(tmp_path):
     ({"layer_types": ["full_attention"] * 5}, "layer_types .* are not supported, expected 5 of"),
     ({"mlp_layer_types": ["hash_moe"] * 5}, "no layer's experts are chosen by score"),
     ({"compress_rates": {"full_attention": 2}}, "compress_rates of .* are not known"),
+    ({"index_topk": None}, "index_topk=None, expected a whole number > 0"),
     ({"o_groups": 3}, "num_attention_heads=4 is no multiple of o_groups=3"),
     ({"num_experts_per_tok": 5}, "num_experts_per_tok=5 exceeds n_routed_experts=4"),
     ({"intermediate_size": 99}, "intermediate_size=99 is not moe_intermediate_size=12"),

@@ -163,6 +163,12 @@ def test_a_failed_write_leaves_the_old_directory(saved, tmp_path):
       for name in ("rms_norm_eps", "rope_theta")
       for value in (0, None, -1.0, float("inf"), float("nan"))
     ),
+    ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor=0, expected a number > 0"),
+    (
+      {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e4}},
+      "rope_scaling=.*'linear', .* but rope_parameters=.* expected one of them",
+    ),
+    ({"head_dim": 2.5}, "head_dim=2.5, expected a whole number > 0"),
     ({"rope_parameters": {"rope_theta": None}}, "rope_theta=None, expected a number > 0"),
     ({"eos_token_id": 24}, "eos_token_id=24, expected ids from 0 to 23"),
     ({"eos_token_id": [2, -1]}, r"eos_token_id=\[2, -1\], expected ids from 0 to 23"),
@@ -193,6 +199,8 @@ GEMMA3_CONFIG = gemma3.Config(
     (qwen3, CONFIG, {"surprise": 1}, "surprise=1 is not known to the Qwen3 family"),
     (gemma3, GEMMA3_CONFIG, {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is"),
     (gemma3, GEMMA3_CONFIG, {"layer_types": ["full_attention"]}, "expected 2 of"),
+    (gemma3, GEMMA3_CONFIG, {"sliding_window": None}, "sliding_window=None, expected a whole"),
+    (gemma3, GEMMA3_CONFIG, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0, expected a n"),
     (gemma3, GEMMA3_CONFIG, {"rope_parameters": {"odd": {}}}, r"rope_parameters \['odd'\] are not"),
     (
       gemma3,

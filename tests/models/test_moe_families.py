@@ -272,6 +272,16 @@ def test_experts_are_read_in_boxes_and_further_prediction_layers_passed_over(tmp
     hf.load_weights(GLM4, tmp_path / "model")
 
 
+def test_fields_left_out_are_what_transformers_takes():
+  fields = glm4_moe.to_hf(GLM4.config) | {"num_attention_heads": 8}
+  del fields["rms_norm_eps"], fields["num_key_value_heads"]
+  found = glm4_moe.from_hf(fields).config
+  assert (found.norm_epsilon, found.kv_heads) == (1e-5, 8)
+  fields = qwen3_moe.to_hf(QWEN3.config)
+  del fields["num_key_value_heads"]
+  assert qwen3_moe.from_hf(fields).config.kv_heads == 4
+
+
 @pytest.mark.parametrize(
   ("family", "changes", "message"),
   [
@@ -282,6 +292,15 @@ def test_experts_are_read_in_boxes_and_further_prediction_layers_passed_over(tmp
     ("qwen3_moe", {"shared_expert": 1}, "shared_expert=1 is not known to the Qwen3-MoE family"),
     ("glm4_moe", {"n_group": "REMOVED"}, r"\['n_group'\] are missing"),
     ("glm4_moe", {"n_group": 3}, "n_routed_experts=4 is no multiple of n_group=3"),
+    ("qwen3_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 exceeds num_experts=4"),
+    ("qwen3_moe", {"num_experts_per_tok": None}, "num_experts_per_tok=None, expected a whole num"),
+    ("glm4_moe", {"topk_group": 3}, "topk_group=3 of n_group=2 .* expected as many at most"),
+    ("glm4_moe", {"n_group": 4}, "topk_group=1 of n_group=4 .* two experts a group"),
+    ("glm4_moe", {"n_shared_experts": None}, "n_shared_experts=None, expected a whole number > -1"),
+    ("glm4_moe", {"first_k_dense_replace": 4}, "first_k_dense_replace=4 exceeds num_hidden_layers"),
+    ("glm4_moe", {"rope_scaling": {"x": 1}, "rope_parameters": {"y": 1}}, "but rope_parameters="),
+    ("deepseek_v3", {"n_group": None}, "n_group=None, expected a whole number > 0"),
+    ("deepseek_v3", {"v_head_dim": 0}, "v_head_dim=0, expected a whole number > 0"),
     ("glm4_moe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3 exceeds the experts of topk_g"),
     ("deepseek_v3", {"scoring_func": "x"}, "scoring_func='x' is not supported, expected 'sigmoid'"),
     ("deepseek_v3", {"kv_lora_rank": "REMOVED"}, r"\['kv_lora_rank'\] are missing"),
