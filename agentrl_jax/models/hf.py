@@ -52,6 +52,7 @@ _ARCHITECTURES: Mapping[str, Callable[[Mapping[str, Any]], Model]] = {
   "Qwen3MoeForCausalLM": qwen3_moe.from_hf,
 }
 _DERIVED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints hold and configurations imply
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja")  # tokenizer and generation settings
 
 
@@ -98,7 +99,8 @@ def load_weights(
   Raises:
     FileNotFoundError: no safetensors files.
     ValueError: a broken file, by its path; tensors missing, left over, or of another shape or
-      stored type than expected, or with numbers that are not finite, by name.
+      stored type than expected, or with numbers that are not finite, or a tied head that is not
+      the embedding, by name.
   """
   files = model.functions.checkpoint(TensorFiles(directory, indexed=indexed))
   _check(model, files)
@@ -207,8 +209,9 @@ def _check(model: Model, files: TensorFiles) -> None:
   found = {name for name in files.names() if not name.endswith(_DERIVED)}
   for layer in getattr(model.config, "prediction_layers", ()):
     found = {name for name in found if not name.startswith(f"model.layers.{layer}.")}
-  if getattr(model.config, "tied", False):
-    found -= {"lm_head.weight"}  # a copy of the embedding that some tied checkpoints hold
+  tied = getattr(model.config, "tied", False) and _HEAD in found
+  if tied:
+    found -= {_HEAD}
   for problem, wrong in (("missing", set(expected) - found), ("unknown", found - set(expected))):
     if wrong:
       listed = ", ".join(sorted(wrong)[:5]) + (", ..." if len(wrong) > 5 else "")
@@ -222,6 +225,22 @@ def _check(model: Model, files: TensorFiles) -> None:
       )
     if files.shape(name) != shape:
       raise ValueError(f"{files.directory}: {name} has shape {files.shape(name)}, expected {shape}")
+  if tied:
+    _require_tied(files)
+
+
+def _require_tied(files: TensorFiles) -> None:
+  """Some tied checkpoints hold a copy of the embedding; transformers unties a head that is none."""
+  shape, step = files.shape(_HEAD), 4096
+  if shape == files.shape(_EMBEDDING):
+    starts = range(0, shape[0], step)
+    parts = [(slice(at, min(at + step, shape[0])), slice(None)) for at in starts]
+    if all(np.array_equal(files.read(_HEAD, at), files.read(_EMBEDDING, at)) for at in parts):
+      return
+  raise ValueError(
+    f"{files.directory}: {_HEAD} is not {_EMBEDDING}, expected a copy of it or "
+    "tie_word_embeddings=False in config.json"
+  )
 
 
 def _read_box(

@@ -302,11 +302,13 @@ def test_old_buffers_and_copies_of_a_tied_head_are_passed_over(tmp_path):
   weights = initialize(model, jax.random.key(1))
   hf.save_weights(model, weights, tmp_path / "tied")
   rotary = "model.layers.0.self_attn.rotary_emb.inv_freq"
-  rewrite(
-    tmp_path / "tied",
-    lambda t: t | {rotary: np.ones(2, np.float32), "lm_head.weight": t["model.norm.weight"]},
-  )
+  head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+  rewrite(tmp_path / "tied", lambda t: t | {rotary: np.ones(2, np.float32), head: t[embedding]})
   assert_same(hf.load_weights(model, tmp_path / "tied"), weights)
+  for change in (lambda x: x * 2, lambda x: x[:5]):
+    rewrite(tmp_path / "tied", lambda t, change=change: t | {head: change(t[embedding])})
+    with pytest.raises(ValueError, match=r"lm_head.weight is not model\.embed_tokens"):
+      hf.load_weights(model, tmp_path / "tied")
 
 
 def test_missing_directories_and_files_are_named(tmp_path):
