@@ -22,7 +22,7 @@ from agentrl_jax.models.model import Rule, param, unstack
 from agentrl_jax.models.remat import Remat, save_everything
 
 # For each layer in order: keys and values, or channels [rows, C, X-1] and memory [rows, J*R, P, V].
-HybridCache = tuple[tuple[Array, Array], ...]
+HybridCache = tuple[tuple[Any, Any], ...]
 MixTokens = Callable[[Any, Array], tuple[Array, Any]]  # (layer, x [B T D]) -> ([B T D], kept)
 
 
@@ -275,15 +275,17 @@ def forward(*arguments: Any, **options: Any) -> Float[Array, "B T D"]:
 
 
 def init_cache(config: Config, rows: int, length: int, dtype: Any) -> HybridCache:
+  """Of FP8 are keys and values alone: the others are small, and carried along a whole row."""
   keys = rows, config.kv_heads, config.head_dim, length
   values = rows, config.kv_heads, length, config.head_dim
   channels = rows, 2 * config.key_heads * config.key_dim + config.value_heads * config.value_dim
   memory = rows, config.value_heads, config.key_dim, config.value_dim
+  wide = jnp.float32 if dtype == jnp.float8_e4m3fn else dtype
 
-  def empty(linear: bool) -> tuple[Array, Array]:
+  def empty(linear: bool) -> tuple[attention.Cached, attention.Cached]:
     if linear:
-      return jnp.zeros((*channels, config.taps - 1), dtype), jnp.zeros(memory, jnp.float32)
-    return jnp.zeros(keys, dtype), jnp.zeros(values, dtype)
+      return jnp.zeros((*channels, config.taps - 1), wide), jnp.zeros(memory, jnp.float32)
+    return attention.empty_cache(keys, values, dtype)
 
   return tuple(empty(linear) for linear in config.linear)
 

@@ -113,6 +113,21 @@ def test_decode_equals_forward(name):
   jax.tree.map(np.testing.assert_array_equal, cache, held)
 
 
+def test_an_fp8_cache_is_near_a_wide_one_and_saturates():
+  """Keys and values have scales, so what exceeds e4m3 is not NaN; what the rule keeps is wide."""
+  model, step = MODELS["qwen3_5"], jax.jit(MODELS["qwen3_5"].decode)
+  weights = random_weights(model, 1)
+  tokens, _, position = separate(np.arange(24).reshape(2, 12))
+  exact, _ = step(weights, model.init_cache(2, 16), tokens, position)
+  cache = model.init_cache(2, 16, jnp.float8_e4m3fn)
+  found, cache = step(weights, cache, tokens, position)
+  assert 0 < np.abs(found - exact).mean() < 0.1
+  assert cache[-1][0].values.dtype == jnp.float8_e4m3fn and cache[0][0].dtype == jnp.float32
+  scaled = weights.layers.attention.replace(value=weights.layers.attention.value * 1e4)
+  large = weights.replace(layers=weights.layers.replace(attention=scaled))
+  assert np.isfinite(step(large, cache, tokens, position)[0]).all()
+
+
 @pytest.mark.slow
 def test_replaying_the_choices_changes_nothing():
   weights = random_weights(MOE, 6)
