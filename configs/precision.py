@@ -45,10 +45,12 @@ def use_fp8_sampler(
   """The embedded sampler holds weights and its cache of keys and values as FP8; with `products` it
   multiplies as the learner of `use_fp8_products` does, which must come before.
 
-  Raises ValueError for another engine, or where the learner's products are not in FP8 or scaled by
-  a history, which the sampler does not keep.
+  Raises ValueError for another engine, where nothing would be FP8, or where the learner's products
+  are not in FP8 or scaled by a history, which the sampler does not keep.
   """
   require(config, "FP8 of a sampler", Experiment)
+  if not (weights or cache or products):
+    raise ValueError("weights, cache and products are False, expected one to be in FP8 at least")
   engine = config.engine
   if not isinstance(engine, fdl.Config) or fdl.get_callable(engine) is not engines.embedded:
     raise ValueError(f"this FP8 is of the embedded sampler, the engine is {engine}: use_fp8 for a "

@@ -101,6 +101,8 @@ def test_what_cannot_be_is_refused():
     use_fp8_sampler(config, products=True)
   with pytest.raises(ValueError, match="no scaling 'rows'; there are blocks, tensor, delayed"):
     use_fp8_products(config, scaling="rows")
+  with pytest.raises(ValueError, match="weights, cache and products are False, expected one"):
+    use_fp8_sampler(config, weights=False, cache=False)
   use_fp8_products(config)
   use_fp8_sampler(config, products=True)
   assert fdl.build(config.engine.fp8) == SamplerFp8(weights=True, cache=True, products=Fp8())
