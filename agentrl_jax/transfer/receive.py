@@ -279,28 +279,45 @@ class ReceiverProcess:
     token: str | None = None,
   ):
     self.token, self._root = token or secrets.token_hex(16), Path(root)
-    command = [sys.executable, "-m", "agentrl_jax.transfer.receive", f"--root={root}"]
-    command += [f"--host={host}", f"--port={port}"]
+    self._reviving = threading.Lock()
+    self._process, self.address = self._started(host, port)
+
+  def revive(self) -> None:
+    """Starts it again at its address if it has died, with nothing that it held. Raises OSError as
+    the first start does.
+    """
+    with self._reviving:
+      if self._process.poll() is not None:
+        self.close()
+        host, _, port = self.address.rpartition(":")
+        self._process, self.address = self._started(host.strip("[]"), int(port))
+
+  def _started(self, host: str, port: int) -> "tuple[subprocess.Popen[str], str]":
+    """The process and its address."""
+    command = [sys.executable, "-m", "agentrl_jax.transfer.receive", f"--root={self._root}"]
+    command += [f"--host={host}", f"--port={port}", "--with-parent"]
     environment: Mapping[str, str] = os.environ | {TOKEN: self.token}
-    self._process = subprocess.Popen(
-      [*command, "--with-parent"],
+    process = subprocess.Popen(
+      command,
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       text=True,
       env=environment,
       cwd=Path(__file__).parents[2],
     )
-    assert self._process.stdout is not None
-    said, _, _ = select.select([self._process.stdout], [], [], _START_SECONDS)
-    line = self._process.stdout.readline().strip() if said else ""
+    assert process.stdout is not None
+    said, _, _ = select.select([process.stdout], [], [], _START_SECONDS)
+    line = process.stdout.readline().strip() if said else ""
     if not line.startswith("receiving at "):
-      self.close()
+      self._end(process)
       raise OSError(f"the receiver did not start: {line or 'no word from it'}")
-    self.address = line.removeprefix("receiving at ")
+    return process, line.removeprefix("receiving at ")
 
   def close(self) -> None:
     """Ends it. Idempotent."""
-    process = self._process
+    self._end(self._process)
+
+  def _end(self, process: "subprocess.Popen[str]") -> None:
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()  # its sign to end
     try:

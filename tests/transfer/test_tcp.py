@@ -61,6 +61,7 @@ class Everywhere(dict):
 def local(root, *, owned=True, **options):
   """A transport to a receiver in this process, which its `close` ends if it is owned."""
   receiver = FileReceiver(root, TOKEN, stall_seconds=5.0)
+  receiver.revive = lambda: None  # as a process it could be started again
   transport = TcpTransport({}, TOKEN, process=receiver if owned else None, **options)
   transport.receivers = Everywhere(receiver.address)
   return transport
@@ -511,7 +512,9 @@ def test_a_receiver_that_is_terminated_leaves_nothing(tmp_path):
 
 
 def test_what_a_killed_receiver_held_goes_and_what_a_living_one_holds_stays(tmp_path):
-  """One has a whole round and half of one; nothing of it can remove them."""
+  """One has a whole round and half of one; nothing of it can remove them. The next round has it
+  started again, at the same address.
+  """
   living = local(tmp_path)
   asyncio.run(living.deliver(staged(living), Peer(), 1))
   kept = set(tmp_path.iterdir())
@@ -527,10 +530,16 @@ def test_what_a_killed_receiver_held_goes_and_what_a_living_one_holds_stays(tmp_
     process._process.wait(30)
   left = set(tmp_path.iterdir()) - kept
   assert sorted(path.suffix for path in left) == ["", ".partial"]
-  with pytest.raises(CallError, match=f"receiver {process.address}"):
-    asyncio.run(transport.deliver(staged(transport, key="run-2"), Peer(), 2))
   saved = tmp_path.with_name("saved")
   shutil.copytree(tmp_path, saved)
+  address, dead = process.address, process._process.pid
+  refusal = pytest.raises(CallError, match=f"receiver {address}: the receiver did not start")
+  with socket.create_server((host, int(port))), refusal:  # another has its port
+    asyncio.run(transport.deliver(staged(transport, key="run-2"), Peer(), 2))
+  assert set(tmp_path.iterdir()) == kept
+  asyncio.run(transport.deliver(staged(transport, key="run-2"), Peer(), 2))
+  assert (process.address, process._process.pid != dead) == (address, True)
+  assert len(set(tmp_path.iterdir()) - kept) == 1
   transport.close()  # of the process that started it
   assert set(tmp_path.iterdir()) == kept
   assert len(list(saved.iterdir())) == 3

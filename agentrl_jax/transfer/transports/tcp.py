@@ -42,7 +42,8 @@ class TcpTransport:
     token: that the receivers were given.
     connections: to each receiver; one bucket at a time travels on each.
     bucket_bytes: most bytes of a frame, unless one tensor is larger.
-    process: a receiver that was started for this transport; it is ended by `close`.
+    process: a receiver that was started for this transport: one that has died is started again for
+      the next round; it is ended by `close`.
     delta: how a round is said by its difference from the last committed one, `delta.xor` or
       `delta.overwrite`. Both ends then keep that round's bytes. None sends everything always.
     full_every: of so many rounds, one is sent in full all the same.
@@ -116,6 +117,11 @@ class TcpTransport:
     since: "_From | None",
   ) -> None:
     """Raises BaseError, too, when the receiver does not hold the base of `since`."""
+    if self._process is not None:
+      try:
+        await asyncio.to_thread(self._process.revive)
+      except OSError as error:
+        raise CallError("unreachable", f"{peer.url}: receiver {address}: {error}") from error
     link = _Link(f"{peer.url}: receiver {address}", address, peer.deadline, version)
     if before := self._links.setdefault(staged.key, {}).pop(peer.url, None):
       before.close()
