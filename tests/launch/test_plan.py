@@ -145,7 +145,7 @@ def test_roofline_and_utilisation_by_hand():
 def test_topologies_by_name():
   assert chips.parse("v5e:4x4").count == 16 and chips.parse("v5:2x2x2").count == 8
   assert chips.parse("tpu7x:2x2x1").count == 8 and chips.parse("h200:8").count == 8
-  for wrong in ("v5e", "v5e:4", "v5:4x4", "a100:8", "v9:2x2", "cpu:0"):
+  for wrong in ("v5e", "v5e:4", "v5:4x4", "a100:8", "v9:2x2", "cpu:0", "h200:12"):
     with pytest.raises(ValueError, match=rf"{wrong!r}, accepted are cpu:N, .*v5e:AxB"):
       chips.parse(wrong)
 

@@ -5,6 +5,8 @@ import inspect
 import json
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import fiddle as fdl
@@ -60,6 +62,22 @@ def test_the_small_run_planned_for_accelerators(topology, needs):
     assert 8 * program["flops"] == pytest.approx(program["flops_all"], rel=0.05)
     assert program["counted_once"] == [] and program["memory"]["temporaries"] > 0
     assert {"fsdp", "tensor"} <= {c["axes"] for c in program["collectives"]}
+
+
+@pytest.mark.slow
+def test_tpu_plans_run_beside_each_other_and_say_nothing_of_it():
+  if importlib.util.find_spec("libtpu") is None:
+    pytest.skip("no compiler for v5e:2x2: bash launch/environment.sh --extra=plan-tpu")
+  load = (
+    "from agentrl_jax.analysis.planning import chips; topology = chips.parse('v5e:2x2'); "
+    "chips.prepare_process(topology); print(len(chips.devices(topology)), flush=True); input()"
+  )
+  command = [sys.executable, "-c", load]
+  with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+    assert first.stdout is not None and first.stdout.readline() == "4\n"
+    second = subprocess.run(command, input="\n", capture_output=True, text=True, timeout=300)
+    first.communicate("\n")
+  assert (second.returncode, second.stdout, second.stderr) == (0, "4\n", "")
 
 
 @pytest.mark.slow

@@ -62,8 +62,8 @@ _SHAPE = {"v5e": 2, "v6e": 2, "v5": 3, "tpu7x": 3}  # dimensions of a slice
 _NEEDS = {"v5e": "tpu", "v5": "tpu", "v6e": "tpu", "tpu7x": "tpu", "h200": "gpu", "h100": "gpu"}
 _MODULE = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}
 ACCEPTED = (
-  "cpu:N, h100:N, h200:N (8 or a multiple of it), v5e:AxB, v6e:AxB (1x1, 2x2, 2x4, 4x4, 4x8, ... "
-  "16x16), v5:AxBxC (2x2x1, 2x2x2, 2x2x4, ...), tpu7x:AxBxC (2x2x1, ...)"
+  "cpu:N, h100:N, h200:N (1 to 8, or a multiple of 8), v5e:AxB, v6e:AxB (1x1, 2x2, 2x4, 4x4, "
+  "4x8, ... 16x16), v5:AxBxC (2x2x1, 2x2x2, 2x2x4, ...), tpu7x:AxBxC (2x2x1, ...)"
 )
 
 
@@ -99,7 +99,8 @@ def parse(name: str) -> Topology:
   if found is None or found[1] not in CHIPS:
     raise refused
   shape = tuple(int(size) for size in found[2].split("x"))
-  if len(shape) != _SHAPE.get(found[1], 1) or min(shape) < 1:
+  whole_hosts = _NEEDS.get(found[1]) != "gpu" or shape[0] <= 8 or shape[0] % 8 == 0
+  if len(shape) != _SHAPE.get(found[1], 1) or min(shape) < 1 or not whole_hosts:
     raise refused
   return Topology(name, found[1], shape)
 
@@ -119,6 +120,10 @@ def prepare_process(topology: Topology) -> None:
   jax.config.update("jax_platforms", "cpu")  # the environment was read when jax was imported
   os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # no CUDA library is needed here
   os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no cloud machine is asked what it is
+  # What that would have said; without it libtpu complains, and compiles the same.
+  os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
+  os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+  os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no TPU is taken: others may plan, too
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
   if topology.platform == "cpu":
     forced = f"--xla_force_host_platform_device_count={topology.count}"
