@@ -247,7 +247,9 @@ def test_a_receiver_that_was_replaced_gets_everything(tmp_path):
 
   async def test(step, publisher, fake):
     transport._process.close()
-    receiver = transport._process = FileReceiver(tmp_path / "again", TOKEN)
+    receiver = FileReceiver(tmp_path / "again", TOKEN)
+    receiver.revive = lambda: None  # as a process it could be started again
+    transport._process = receiver
     transport.receivers = Everywhere(receiver.address)
     report = await publisher.publish(step(2), 2)
     assert report.state is State.COMMITTED
