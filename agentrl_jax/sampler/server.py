@@ -25,7 +25,7 @@ try:
   from starlette.applications import Starlette
   from starlette.exceptions import HTTPException
   from starlette.requests import Request
-  from starlette.responses import JSONResponse, Response
+  from starlette.responses import Response
   from starlette.routing import Route
 except ImportError as error:
   raise ImportError(
@@ -138,7 +138,7 @@ class EngineServer:
 
   async def _model(self, request: Request) -> Response:
     del request
-    return JSONResponse({
+    return _json({
       "weight_version": self._label_now,
       "model_path": self._facts.get("model_path"),
       "architectures": self._facts.get("model_config", {}).get("architectures"),
@@ -146,7 +146,7 @@ class EngineServer:
 
   async def _server(self, request: Request) -> Response:
     del request
-    return JSONResponse({**self._facts, "counters": dict(self.engine.counters)})
+    return _json({**self._facts, "counters": dict(self.engine.counters)})
 
   async def _generate(self, request: Request) -> Response:
     try:
@@ -160,7 +160,7 @@ class EngineServer:
       return _failed(400, error)
     except EngineError as error:
       return _failed(500 if await self.engine.healthy() else 503, error)
-    return JSONResponse(answer(asked, made, self._labels, self._label_now, whole))
+    return _json(answer(asked, made, self._labels, self._label_now, whole))
 
   async def _abort(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
     if body.get("abort_all"):
@@ -249,7 +249,7 @@ _Act = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 def _endpoint(act: _Act) -> Callable[[Request], Awaitable[Response]]:
   async def respond(request: Request) -> Response:
     try:
-      return JSONResponse({"success": True, **await act(await _body(request))})
+      return _json({"success": True, **await act(await _body(request))})
     except (ValueError, OSError, Refused) as error:
       return _failed(400, error)
     except EngineError as error:
@@ -265,7 +265,7 @@ async def _body(request: Request) -> Mapping[str, Any]:
   text = await request.body()
   try:
     found = json.loads(text) if text else {}
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise ValueError(f"the body is not JSON: {error}") from error
   if not isinstance(found, dict):
     raise ValueError(f"the body is {str(found)[:100]}, expected a JSON object")
@@ -296,11 +296,16 @@ def _text(body: Mapping[str, Any], name: str) -> str:
   return value
 
 
+def _json(content: Mapping[str, Any], status: int = 200) -> Response:
+  """In ASCII, as a body may hold text that no other encoding has: lone surrogates."""
+  return Response(json.dumps(content, allow_nan=False), status, media_type="application/json")
+
+
 def _failed(status: int, error: Exception) -> Response:
-  return JSONResponse({"success": False, "message": str(error)}, status)
+  return _json({"success": False, "message": str(error)}, status)
 
 
 async def _not_here(request: Request, error: Exception) -> Response:
   assert isinstance(error, HTTPException)
   message = f"{request.method} {request.url.path} is not served by the embedded engine"
-  return JSONResponse({"success": False, "message": message}, error.status_code)
+  return _json({"success": False, "message": message}, error.status_code)

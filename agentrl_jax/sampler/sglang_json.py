@@ -1,6 +1,7 @@
 """The JSON of SGLang's `/generate`, as far as rollouts use it: one request of token ids."""
 
 import itertools
+import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -134,6 +135,7 @@ def _whole(value: Any, name: str) -> int:
 
 
 def _number(value: Any, name: str) -> float:
-  if not isinstance(value, int | float) or isinstance(value, bool):
-    raise ValueError(f"{name} is {str(value)[:100]}, expected a number")
+  number = isinstance(value, int | float) and not isinstance(value, bool)
+  if not (number and abs(value) <= sys.float_info.max):
+    raise ValueError(f"{name} is {str(value)[:100]}, expected a finite number")
   return float(value)

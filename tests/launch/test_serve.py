@@ -248,6 +248,7 @@ def test_a_bucket_with_another_digest_changes_nothing(server, tmp_path):
     ({"top_logprobs_num": 2}, "top_logprobs_num is 2 for 4 tokens"),
     ({"stream": True}, "stream is set"),
     ({"lora_path": "a"}, "lora_path is 'a'"),
+    ({"sampling_params": {"temperature": 10**400}}, "temperature is 1000"),
   ],
 )
 def test_a_bad_request_is_told_its_value(change, message, server):
@@ -295,8 +296,13 @@ def test_a_bad_control_call_is_told_its_value_and_changes_nothing(server, direct
   assert "load_format is 'gguf'" in post(server, "/update_weights_from_disk", body, 400)["message"]
   post(server, "/continue_generation", {})
   assert post(server, "/weights_checker", {"action": "checksum"}) == before
-  answer = httpx.post(f"{server.url}/generate", content="{", timeout=60, trust_env=False)
-  assert (answer.status_code, "not JSON" in answer.text) == (400, True)
+  for content, message in [
+    ("{", "not JSON"),
+    ("[" * 100_000, "not JSON"),
+    (r'{"\ud800": 1}', r"\ud800 is not taken here"),
+  ]:
+    answer = httpx.post(f"{server.url}/generate", content=content, timeout=60, trust_env=False)
+    assert (answer.status_code, message in answer.text) == (400, True)
   answer = httpx.post(f"{server.url}/update_weights_from_tensor", timeout=60, trust_env=False)
   assert (answer.status_code, "is not served by the embedded" in answer.text) == (404, True)
 
