@@ -26,12 +26,16 @@ from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer
 _ENGINE = flags.DEFINE_enum("engine", "sglang", ["sglang", "embedded"], "What samples.")
 _MODEL = flags.DEFINE_string("model", None, "Hugging Face directory to serve.", required=True)
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Interface to listen on.")
-_PORT = flags.DEFINE_integer("port", 0, "Port to listen on; 0 takes a free one.")
+_PORT = flags.DEFINE_integer(
+  "port", 0, "Port to listen on; 0 takes a free one.", lower_bound=0, upper_bound=65535
+)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "Arithmetic.")
-_TENSOR_PARALLEL = flags.DEFINE_integer("tensor_parallel", 1, "Devices the model is cut over.")
+_TENSOR_PARALLEL = flags.DEFINE_integer(
+  "tensor_parallel", 1, "Devices the model is cut over.", lower_bound=1
+)
 _CONTEXT_LENGTH = flags.DEFINE_integer(
   "context_length", None, "Longest sequence, prompt and answer together; default: the model's, of "
-  "the embedded engine at most 4096."
+  "the embedded engine at most 4096.", lower_bound=1
 )  # fmt: skip
 _TOKENIZER = flags.DEFINE_bool("tokenizer", True, "SGLang: load the tokenizer, to serve text too.")
 _START_SECONDS = flags.DEFINE_float("start_seconds", 300.0, "SGLang: deadline until it answers.")
@@ -39,8 +43,9 @@ _LOG = flags.DEFINE_string("log", None, "SGLang's log file; default: a temporary
 _SLOTS = flags.DEFINE_integer("slots", 32, "Embedded: sequences decoded at once.")
 _SEED = flags.DEFINE_integer("seed", 0, "Embedded: of all random draws.")
 _RECEIVE_PORT = flags.DEFINE_integer(
-  "receive_port", None, "Embedded: port at which weights are received; 0 takes a free one."
-)
+  "receive_port", None, "Embedded: port at which weights are received; 0 takes a free one.",
+  lower_bound=0, upper_bound=65535,
+)  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from agentrl_jax.models.sharding import make_mesh, shardings
 from agentrl_jax.sampler.engine import EmbeddedEngine
 from agentrl_jax.sampler.server import EngineServer
 from agentrl_jax.transfer.engine_layout import checksums_here
-from agentrl_jax.transfer.receive import TOKEN, ReceiverProcess
+from agentrl_jax.transfer.receive import TOKEN, ReceiverProcess, bracketed, listen
 from agentrl_jax.transfer.transports.disk import shared_memory
 
 _CONTEXT = 4096  # of a stream, where nobody says how long it may be and the model allows more
@@ -59,8 +58,7 @@ def serve_embedded(options: EmbeddedOptions, say: Callable[[str], None]) -> None
     load_weights, model, shardings=placed, dtype=jnp.dtype(options.dtype), indexed=False
   )
   with contextlib.ExitStack() as opened:
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    listener = socket.create_server((options.host, options.port), family=family)
+    listener = listen(options.host, options.port)
     opened.callback(listener.close)
     facts = {
       "engine": "embedded",
@@ -96,8 +94,7 @@ def serve_embedded(options: EmbeddedOptions, say: Callable[[str], None]) -> None
     server = EngineServer(engine, read=read, checksums=checksums, facts=facts)
     opened.callback(server.close)
     port = listener.getsockname()[1]
-    shown = f"[{options.host}]" if family == socket.AF_INET6 else options.host
-    say(f"serving at http://{shown}:{port} (Ctrl-C to stop)")
+    say(f"serving at http://{bracketed(options.host)}:{port} (Ctrl-C to stop)")
     server.serve(listener)
 
 

@@ -72,14 +72,14 @@ class FileReceiver:
     self._closed = False
     self.root.mkdir(parents=True, mode=0o700, exist_ok=True)
     sweep(self.root)
-    self._listener = socket.create_server((host, port), backlog=connections)
+    self._listener = listen(host, port, backlog=connections)
     threading.Thread(target=self._accept, name="receive", daemon=True).start()
 
   @property
   def address(self) -> str:
     """HOST:PORT."""
     host, port = self._listener.getsockname()[:2]
-    return f"{host}:{port}"
+    return f"{bracketed(host)}:{port}"
 
   def close(self) -> None:
     """Stops listening and drops every round. Idempotent."""
@@ -206,6 +206,17 @@ class _Frames:
       if not got:
         raise WireError(f"the connection ended {len(rest)} bytes before the frame did")
       rest = rest[got:]
+
+
+def listen(host: str, port: int, backlog: int | None = None) -> socket.socket:
+  """A socket that listens at an interface, of IPv6 where the address is. Raises OSError."""
+  family = socket.AF_INET6 if ":" in host else socket.AF_INET
+  return socket.create_server((host, port), family=family, backlog=backlog)
+
+
+def bracketed(host: str) -> str:
+  """The host as it is written before a port."""
+  return f"[{host}]" if ":" in host else host
 
 
 def set_options(connection: socket.socket) -> None:
@@ -345,7 +356,11 @@ def main() -> None:
   signal.signal(signal.SIGTERM, signal.default_int_handler)
   if arguments.with_parent:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-  receiver = FileReceiver(arguments.root, token, host=arguments.host, port=arguments.port)
+  try:
+    receiver = FileReceiver(arguments.root, token, host=arguments.host, port=arguments.port)
+  except OSError as error:
+    print(error, flush=True)  # where whoever started it reads
+    sys.exit(1)
   print(f"receiving at {receiver.address}", flush=True)
   with contextlib.suppress(KeyboardInterrupt):
     sys.stdin.read() if arguments.with_parent else threading.Event().wait()

@@ -25,7 +25,7 @@ from agentrl_jax.transfer.push import sglang_publisher
 from agentrl_jax.transfer.report import PushError, State
 from agentrl_jax.transfer.transports.disk import DiskTransport, load_files
 from agentrl_jax.transfer.transports.tcp import TcpTransport
-from tests.launch.commands import run
+from tests.launch.commands import run_refused
 from tests.launch.served import SECRET, Served, received
 from tests.reference.transfer import random_weights
 from tests.transfer.test_soak import at
@@ -385,13 +385,16 @@ def test_a_missing_library_is_told_with_its_extra(monkeypatch):
 
 def test_what_cannot_be_served_is_one_line(directory, tmp_path):
   command = ["launch.serve", "--engine=embedded", f"--model={directory}"]
-  for more, message in [
+  refusals = [
     ([f"--model={tmp_path}/no"], "expected a Hugging Face model directory"),
     (["--context_length=500"], "context 500 exceeds the model's 128 positions"),
     (["--receive_port=0"], "$AGENTRL_TRANSFER_TOKEN is empty"),
     (["--tensor_parallel=64"], "needs 64 devices"),
     (["--", "--mem-fraction-static"], "what follows -- goes to SGLang"),
-  ]:
-    code, output = run([*command, *more], AGENTRL_TRANSFER_TOKEN="")
-    assert code == 1 and output.splitlines()[-1].startswith("cannot serve: ")
-    assert message in output
+    (["--tensor_parallel=0"], "--tensor_parallel=0: 0 is not a positive integer"),
+    (["--port=65536"], "--port=65536: 65536 is not an integer in the range [0, 65535]"),
+  ]
+  answers = run_refused([[*command, *more] for more, _ in refusals], AGENTRL_TRANSFER_TOKEN="")
+  for (code, output), (_, message) in zip(answers, refusals, strict=True):
+    assert code == 1 and message in output, output
+    assert output.splitlines()[-1].startswith(("cannot serve: ", "Pass --help")), output

@@ -484,8 +484,19 @@ def test_a_receiver_process_ends_with_its_owner(tmp_path):
   assert process._process.poll() is not None
   assert not os.path.exists(f"/proc/{pid}")
   assert list(tmp_path.iterdir()) == []
-  with pytest.raises(OSError, match="the receiver did not start"):
+  with pytest.raises(OSError, match=r"the receiver did not start: .*/proc/nowhere"):
     ReceiverProcess("/proc/nowhere")
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
+def test_a_receiver_at_an_address_of_ipv6(tmp_path):
+  receiver = FileReceiver(tmp_path, TOKEN, host="::1")
+  assert receiver.address.startswith("[::1]:")
+  transport = TcpTransport({Peer.url: receiver.address}, TOKEN)
+  asyncio.run(transport.deliver(staged(transport), Peer(), 1))
+  assert len(list(tmp_path.iterdir())) == 1
+  transport.close()
+  receiver.close()
 
 
 def test_a_receiver_that_is_terminated_leaves_nothing(tmp_path):
