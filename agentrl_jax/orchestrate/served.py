@@ -95,6 +95,7 @@ def served(
         name=f"server {url}",
         call_seconds=call_seconds,
         heartbeat_seconds=heartbeat_seconds,
+        run_id=run_id,
       )
       opened.push_async_callback(engine.close)
       # A killed trainer may have pushed more than its last checkpoint has: this run begins again.

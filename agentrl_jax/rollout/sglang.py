@@ -50,6 +50,9 @@ class SGLangEngine:
   ignored by others: `seeded` says which, after `probe`. At temperature 0 the log-probs are those of
   softmax(logits).
 
+  With `run_id` only that run's versions ("RUN_ID:V") are believed: a server that bears another
+  stamp, or none, was restarted or is another run's by now, and counts as dead.
+
   After `use_adapter` requests name a LoRA adapter that the server has loaded, and the version of
   what they sample is that adapter's, from the first token to the last.
   """
@@ -64,6 +67,7 @@ class SGLangEngine:
     call_seconds: float = 300.0,
     heartbeat_seconds: float = 5.0,
     misses: int = 3,
+    run_id: str | None = None,
   ):
     self.url = url.rstrip("/")
     self.vocab_size = vocab_size
@@ -73,6 +77,7 @@ class SGLangEngine:
     self._call_seconds = call_seconds
     self._heartbeat_seconds = heartbeat_seconds
     self._misses = misses
+    self._run_id = run_id
     self._loop: asyncio.AbstractEventLoop | None = None
     self._http: httpx.AsyncClient | None = None
     self._death: asyncio.Task[str] | None = None
@@ -136,7 +141,19 @@ class SGLangEngine:
       if not isinstance(error, EngineDead):  # the server may still be sampling for nobody
         await asyncio.shield(self.abort(request_id))
       raise
-    return read_generation(answer, params, self.vocab_size, f"{self.name}, request {request_id}")
+    where = f"{self.name}, request {request_id}"
+    made = read_generation(answer, params, self.vocab_size, where)
+    meta = answer["meta_info"]
+    for span in meta.get("weight_versions") or [{"version": meta.get("weight_version")}]:
+      if reason := self._foreign(span["version"]):
+        raise EngineDead(f"{where}: {reason}")
+    return made
+
+  def _foreign(self, version: Any) -> str:
+    """Why what bears this version is not what this run gave the server, or ""."""
+    if self._run_id is None or str(version).startswith(f"{self._run_id}:"):
+      return ""
+    return f"it serves {version!r}, not run {self._run_id!r}: restarted, or another's by now"
 
   async def version(self) -> int:
     """The weight version it serves now; 0 before the first push."""
@@ -238,6 +255,8 @@ class SGLangEngine:
             raise EngineDead(f"{what}: {death.result()}")
           raise EngineError(f"{what}: no answer within {self._call_seconds:g} s")
         answer = call.result()
+        if answer.status_code == 503:  # it is ending
+          answer.raise_for_status()
       except httpx.HTTPError as error:
         raise await self._explain(error, what, death) from error
       finally:
@@ -257,14 +276,19 @@ class SGLangEngine:
   async def _explain(
     self, error: httpx.HTTPError, what: str, death: asyncio.Task[str]
   ) -> EngineError:
-    """A broken connection is the server's end, or not: the heartbeat decides, in bounded time."""
-    seconds = 2 * self._heartbeat_seconds * (self._misses + 1)
+    """A broken connection is the server's end, or not: in bounded time the heartbeat decides, or
+    what it serves once it answers again.
+    """
+    ends = time.monotonic() + 2 * self._heartbeat_seconds * (self._misses + 1)
     await asyncio.wait({death}, timeout=2 * POLL_SECONDS)
-    if not death.done() and await self.healthy():
-      return EngineError(f"{what}: connection lost: {error!r}")
-    await asyncio.wait({death}, timeout=seconds)
+    while not death.done() and not await self.healthy() and time.monotonic() < ends:
+      await asyncio.wait({death}, timeout=self._heartbeat_seconds)
     if death.done():
       return EngineDead(f"{what}: {death.result()}")
+    with contextlib.suppress(httpx.HTTPError, ValueError, AttributeError):
+      answer = await self._client().get("/model_info", timeout=self._heartbeat_seconds)
+      if reason := self._foreign(answer.json().get("weight_version")):
+        return EngineDead(f"{what}: {reason}")
     return EngineError(f"{what}: connection lost: {error!r}")
 
   @contextlib.asynccontextmanager

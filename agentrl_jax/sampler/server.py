@@ -104,7 +104,7 @@ class EngineServer:
     gets = {"/health": self._health, "/model_info": self._model, "/server_info": self._server}
     return Starlette(
       routes=[
-        *(Route(route, endpoint, methods=["POST"]) for route, endpoint in posts.items()),
+        *(Route(route, _to_its_end(respond), methods=["POST"]) for route, respond in posts.items()),
         *(Route(route, endpoint, methods=["GET"]) for route, endpoint in gets.items()),
       ],
       exception_handlers={HTTPException: _not_here},
@@ -244,9 +244,10 @@ class EngineServer:
 
 
 _Act = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
+_Respond = Callable[[Request], Awaitable[Response]]
 
 
-def _endpoint(act: _Act) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(act: _Act) -> _Respond:
   async def respond(request: Request) -> Response:
     try:
       return _json({"success": True, **await act(await _body(request))})
@@ -258,6 +259,16 @@ def _endpoint(act: _Act) -> Callable[[Request], Awaitable[Response]]:
       return _failed(500, error)
 
   return respond
+
+
+def _to_its_end(respond: _Respond) -> _Respond:
+  async def answered(request: Request) -> Response:
+    try:
+      return await respond(request)
+    except asyncio.CancelledError:  # uvicorn's, of what still waits when it has been told to end
+      return _failed(503, EngineError("the server is ending"))
+
+  return answered
 
 
 async def _body(request: Request) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from agentrl_jax.models import llama
 from agentrl_jax.models.hf import save_weights
-from agentrl_jax.rollout.engine import EngineError, SamplingParams
+from agentrl_jax.rollout.engine import EngineDead, SamplingParams
 from agentrl_jax.rollout.sglang import SGLangEngine
 from agentrl_jax.sampler import server as server_module
 from agentrl_jax.sampler.engine import EmbeddedEngine
@@ -358,14 +358,14 @@ def test_a_signal_ends_it_with_what_it_was_doing(number, directory):
   served = Served(directory, *OPTIONS).wait()
 
   async def main():
-    engine = SGLangEngine(served.url, VOCAB, heartbeat_seconds=0.2)
+    engine = SGLangEngine(served.url, VOCAB, heartbeat_seconds=1.0)
     post(served, "/pause_generation", {"mode": "retract"})
     waiting = asyncio.create_task(engine.generate("a", [1], SamplingParams(4, ())))
     await asyncio.sleep(0.3)
     start = time.monotonic()
     code, lines = await asyncio.to_thread(served.stop, number)
     assert time.monotonic() - start < 20
-    with pytest.raises(EngineError):
+    with pytest.raises(EngineDead):  # it is told so before it misses three heartbeats
       await waiting
     await engine.close()
     return code, lines

@@ -62,7 +62,6 @@ def experiment(directory, url, way, steps=2):
   config.limits.turn_tokens = 8
   use_server(config, url)
   use_transport(config, way)
-  config.engine.heartbeat_seconds = 0.3
   return config
 
 

@@ -270,6 +270,16 @@ def test_names_engine_url_and_call_when_the_server_refuses(serve, reply, message
   assert not isinstance(caught.value, EngineDead)
 
 
+@pytest.mark.parametrize("text", ["default", "other:7", "run-1:7"])
+def test_an_answer_that_bears_another_stamp_is_a_dead_engine(serve, text):
+  answer = good_answer()
+  answer["meta_info"]["weight_versions"][-1]["version"] = text
+  server = serve(lambda body: (200, json.dumps(answer).encode()))
+  assert generate(SGLangEngine(server.url, VOCABULARY)).finish == "stop"
+  with pytest.raises(EngineDead, match=f"r1: it serves '{text}', not run 'run'"):
+    generate(SGLangEngine(server.url, VOCABULARY, run_id="run"))
+
+
 @pytest.mark.parametrize(
   ("prompt", "message"),
   [((), "empty"), ((1, 1000), r"prompt id 1000 at 1 is outside"), ((-1,), "prompt id -1 at 0")],
