@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -44,13 +45,17 @@ QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive
 
 @dataclasses.dataclass
 class Worker:
-  """A running job; the core is its own until it and this process have let go of `core`."""
+  """A running job; its cores are its own until it and this process have let go of `held`."""
 
   arm: str
   seed: int
   process: subprocess.Popen
-  core: IO
+  held: Sequence[IO]
   started: float
+
+  def let_go(self) -> None:
+    for file in self.held:
+      file.close()
 
 
 def main(study: Study) -> None:
@@ -145,7 +150,7 @@ def run_all(
       while pending or running:
         pending = _give_up(study, pending, failed, progress)
         if len(running) < limit:
-          pending = _start_one(study, pending, running, scale, files, progress)
+          pending = _start_one(study, pending, running, scale, files, progress, limit)
         time.sleep(0.2)
         for worker in list(running):
           if _ended(study, worker, files, progress):
@@ -211,35 +216,43 @@ def _start_one(
   scale: str,
   files: Files,
   progress: Bars,
+  limit: int,
 ) -> list[tuple[str, int]]:
-  """Starts the first job that may start, if a core is free; returns those still pending."""
+  """Starts the first job that may start, if a core is free; returns those still pending.
+
+  A smoke run mostly compiles, which keeps many cores busy: a job alone has all that may be had.
+  Neighbours in a study's list are the most alike, so beside a job the last one starts: what
+  neighbours share is then compiled once, and read by the second.
+  """
   undone = {*pending, *((worker.arm, worker.seed) for worker in running)}
-  for arm, seed in pending:
-    if waits(study, arm) and any((first, seed) in undone for first in study.first):
-      continue
-    found = free_core()
-    if found is not None:
-      running.append(_start(arm, seed, scale, files, found))
-      progress.say(f"{arm} {seed}: started on core {found[0]}")
-      return [job for job in pending if job != (arm, seed)]
-    break
-  return pending
+
+  def may_start(arm: str, seed: int) -> bool:
+    return not (waits(study, arm) and any((first, seed) in undone for first in study.first))
+
+  ready = [job for job in pending if may_start(*job)]
+  alone = scale == "smoke" and len(ready) == 1 and not running
+  cores = free_cores(limit if alone else 1) if ready else {}
+  if not cores:
+    return pending
+  arm, seed = ready[-1 if scale == "smoke" and running else 0]
+  running.append(_start(arm, seed, scale, files, cores))
+  progress.say(f"{arm} {seed}: started on core {' and '.join(map(str, cores))}")
+  return [job for job in pending if job != (arm, seed)]
 
 
-def free_core() -> tuple[int, IO] | None:
-  """A core that no job has, with the lock that makes it ours; None where all are taken."""
+def free_cores(most: int) -> dict[int, IO]:
+  """Up to `most` cores that no job has, with the locks that make them ours."""
   folder = Path(tempfile.gettempdir()) / f"agentrl-cores-{os.getuid()}"
   folder.mkdir(mode=0o700, exist_ok=True)
+  found: dict[int, IO] = {}
   for core in sorted(os.sched_getaffinity(0)):
-    file = try_lock(folder / str(core))
-    if file is not None:
-      return core, file
-  return None
+    if len(found) < most and (file := try_lock(folder / str(core))) is not None:
+      found[core] = file
+  return found
 
 
-def _start(arm: str, seed: int, scale: str, files: Files, found: tuple[int, IO]) -> Worker:
-  """This same module with `--job`, on its core."""
-  core, file = found
+def _start(arm: str, seed: int, scale: str, files: Files, cores: Mapping[int, IO]) -> Worker:
+  """This same module with `--job`, on its cores."""
   spec = sys.modules["__main__"].__spec__
   if spec is None:
     raise RuntimeError("start an experiment as a module: python -m experiments.PAPER.run")
@@ -249,7 +262,7 @@ def _start(arm: str, seed: int, scale: str, files: Files, found: tuple[int, IO])
   arguments += [f"--results={files.results}", f"--runs={files.runs}"]
   allowed = os.sched_getaffinity(0)
   with (folder / "log.txt").open("a") as log:
-    os.sched_setaffinity(0, {core})  # a child has its parent's, from its first thread on
+    os.sched_setaffinity(0, set(cores))  # a child has its parent's, from its first thread on
     try:
       process = subprocess.Popen(
         [sys.executable, "-m", spec.name, *arguments],
@@ -257,11 +270,12 @@ def _start(arm: str, seed: int, scale: str, files: Files, found: tuple[int, IO])
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
         env=_environment(scale, files),
-        pass_fds=(file.fileno(),),  # the core stays taken if this process is killed first
+        # The cores stay taken if this process is killed first.
+        pass_fds=[file.fileno() for file in cores.values()],
       )
     finally:
       os.sched_setaffinity(0, allowed)
-  return Worker(arm, seed, process, file, time.monotonic())
+  return Worker(arm, seed, process, list(cores.values()), time.monotonic())
 
 
 def _environment(scale: str, files: Files) -> dict[str, str]:
@@ -288,7 +302,7 @@ def _ended(study: Study, worker: Worker, files: Files, progress: Bars) -> bool:
       return True
     progress.update(name, *found["about"].get("progress", (0, 1)))
     return False
-  worker.core.close()
+  worker.let_go()
   progress.remove(name)
   seconds = time.monotonic() - worker.started
   if worker.process.returncode:
@@ -307,4 +321,4 @@ def _stop(worker: Worker) -> None:
   except subprocess.TimeoutExpired:
     worker.process.kill()
     worker.process.wait()
-  worker.core.close()
+  worker.let_go()

@@ -185,10 +185,12 @@ def train_supervised(
       min_members=1,
     )
     balanced = "routers" in algorithm.needs
+    room = 1, 1  # of rows and turns: a batch after a larger one keeps its shape, and its program
     for step in range(int(state.step), plan.steps):
       progress.update("supervised steps", step, plan.steps)
       drawn = draw(len(episodes), plan.episodes_per_step, step, plan.seed)
-      packed = make_batch([[episodes[i]] for i in drawn])
+      packed = make_batch([[episodes[i]] for i in drawn], least=room)
+      room = len(packed.batch.tokens), len(packed.batch.turn_reward)
       # Against an old log-prob of zero the likelihood's loss is the negative log-likelihood itself.
       zeros = np.zeros(packed.batch.tokens.shape, np.float32)
       aux = Aux(

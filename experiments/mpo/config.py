@@ -127,7 +127,7 @@ def experiment(arm: str, scale: str, seed: int = 0) -> fdl.Config[Experiment]:
     ),
     algorithm=algorithm,
     optimizer=actor,
-    engine=fdl.Config(engines.embedded, slots=16 if smoke else 128),
+    engine=fdl.Config(engines.embedded, slots=4 if smoke else 128),
     steps=2 if smoke else 60,
     limits=limits(),
     batch=fdl.Config(

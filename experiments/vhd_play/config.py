@@ -157,7 +157,7 @@ def experiment(arm: str, scale: str, seed: int = 0) -> fdl.Config[Experiment]:
     ),
     algorithm=fdl.Config(centred),
     optimizer=fdl.Config(optim.adamw, learning_rate=3e-4, b2=0.95),
-    engine=fdl.Config(engines.embedded, slots=16 if smoke else 64),
+    engine=fdl.Config(engines.embedded, slots=4 if smoke else 64),
     steps=2 if smoke else 60,
     limits=limits(),
     batch=fdl.Config(

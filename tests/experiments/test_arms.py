@@ -61,6 +61,16 @@ def test_every_arm_and_seed_once_on_a_core_of_its_own(tmp_path):
   assert code == 1 and "was made with other settings" in output
 
 
+def test_what_a_smoke_run_waits_for_has_all_cores(tmp_path):
+  code, output = commands.finish(count(tmp_path, "--scale=smoke"))
+  assert code == 0, output
+  cores = {job: result(tmp_path, job)["result"]["cores"] for job in ("base_0", "one_0", "two_0")}
+  assert cores["base_0"] == sorted(os.sched_getaffinity(0))
+  if len(cores["base_0"]) > 1:
+    assert len(cores["one_0"]) == len(cores["two_0"]) == 1 and cores["one_0"] != cores["two_0"]
+  assert not (tmp_path / "results" / "base_1.json").exists()
+
+
 def test_a_failed_job_is_named_and_goes_on_where_it_was(tmp_path):
   code, output = commands.finish(count(tmp_path, "--seeds=0", FAILS="one_0"))
   assert code == 1
