@@ -11,7 +11,7 @@ from configs import tiny_sft
 
 
 def trained(folder, *until: int):
-  """The weights after runs of so many steps, and the rows and turns of each batch."""
+  """The weights after runs until so many steps, one after the other."""
   config = tiny_sft()
   config.model, config.episodes.tasks.data_dir = str(folder / "model"), str(folder / "tasks")
   config.make_model = fdl.Config(
@@ -23,8 +23,8 @@ def trained(folder, *until: int):
   for steps in until:
     config.steps = steps
     with Progressing(Console(quiet=True)) as progress:
-      directory = supervised.train_supervised(fdl.build(config), folder / "run", progress)
-  return load_file(directory / "model.safetensors")
+      supervised.train_supervised(fdl.build(config), folder / "run", progress)
+  return load_file(folder / "run" / "model" / "model.safetensors")
 
 
 def test_a_batch_keeps_the_room_of_larger_ones_before(tmp_path, monkeypatch):
