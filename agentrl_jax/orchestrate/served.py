@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +18,6 @@ from agentrl_jax.orchestrate.engines import (
   EngineContext,
   Host,
   OpenEngine,
-  close_all,
   nbytes_of,
   require_committed,
   require_pushable,
@@ -26,14 +25,14 @@ from agentrl_jax.orchestrate.engines import (
 )
 from agentrl_jax.rollout.engine import EngineError
 from agentrl_jax.rollout.sglang import SGLangEngine
-from agentrl_jax.transfer.control import CallError, Control, make_client
-from agentrl_jax.transfer.push import sglang_publisher
-from agentrl_jax.transfer.report import Publisher
+from agentrl_jax.transfer.control import CLAIMED, FENCED, CallError, Control, make_client
+from agentrl_jax.transfer.push import SGLangPublisher, sglang_publisher
 from agentrl_jax.transfer.transports.auto import Choice, Choose, Servers, away_from_here, fastest
 from agentrl_jax.transfer.transports.disk import shared_memory
 
 _POLL_SECONDS = 0.5
 _ASK_SECONDS = 10.0  # for a server to say what it is
+_CLAIM_SECONDS = 1.0  # for the stamp of another run that found the server free, too
 _ON_THIS_MACHINE = ("disk", "broadcast")  # transports that write shared memory, or listen on it
 
 
@@ -75,6 +74,10 @@ def served(
         require_model(url, facts, context.model, context.context_tokens)
         return facts
 
+      async def claimed(facts: Mapping[str, Any]) -> None:
+        seconds = 0.0 if facts.get("engine") == "embedded" else _CLAIM_SECONDS
+        await claim(control, run_id, seconds, context.say)
+
       facts = await ready()
       choice = await asyncio.to_thread(
         chosen, transport or fastest(), control.url, facts, receiver, context
@@ -98,11 +101,21 @@ def served(
         run_id=run_id,
       )
       opened.push_async_callback(engine.close)
+
+      async def leave() -> None:
+        with contextlib.suppress(CallError):  # it may be gone
+          await release(control, run_id, fenced=publisher.fenced)
+
+      opened.push_async_callback(leave)
       # A killed trainer may have pushed more than its last checkpoint has: this run begins again.
-      await release(control, run_id)
+      await claimed(facts)
       require_committed(await publisher.publish(context.weights, context.version))
       await engine.probe(tolerance=1e-3 if facts["dtype"] == "float32" else 0.1)
-      return _Served(engine, publisher, control, run_id, ready, opened.pop_all())
+
+      async def back() -> None:
+        await claimed(await ready())
+
+      return _Served(engine, publisher, back, opened.pop_all())
 
   return open_engine
 
@@ -110,15 +123,13 @@ def served(
 @dataclasses.dataclass
 class _Served:
   engine: SGLangEngine
-  publisher: Publisher
-  control: Control
-  run_id: str
-  ready: Callable[[], Any]
+  publisher: SGLangPublisher
+  back: Callable[[], Awaitable[None]]  # once it answers again, and is this run's
   opened: contextlib.AsyncExitStack
 
   async def revive(self, weights: Any, version: int) -> None:
     """Waits until whoever runs the server has brought it back."""
-    await self.ready()
+    await self.back()
     await self.publisher.recover()
     require_committed(await self.publisher.publish(weights, version))
 
@@ -127,17 +138,57 @@ class _Served:
 
   async def close(self) -> None:
     """Leaves the server to another run."""
-
-    async def leave() -> None:
-      with contextlib.suppress(CallError):  # it may be gone
-        await release(self.control, self.run_id)
-
-    await close_all(leave, self.opened.aclose)
+    await self.opened.aclose()
 
 
-async def release(control: Control, run_id: str) -> None:
-  """Takes a run's stamp off a server that bears it. Raises CallError."""
-  if (await control.held()).run_id == run_id:
+async def claim(control: Control, run_id: str, seconds: float, say: Callable[[str], None]) -> None:
+  """Makes a server this run's, before anything is sent to it.
+
+  The embedded server compares and stamps in one step. SGLang does not: who stamped it waits
+  `seconds`, in which others that found it free stamp it, too, and the last of them has it (as in
+  Fischer's mutual exclusion). One that is later still is seen before the first byte is written, by
+  `SGLangPublisher`.
+
+  Raises EngineError, naming the run that has it.
+  """
+  held = await control.held()
+  if held.run_id not in (None, run_id) and not held.fenced:
+    raise EngineError(
+      f"{control.url} serves run {held.run_id!r}, this is {run_id!r}: let that one end, or, where "
+      "it is gone, take its stamp off (docs/transfer.md)"
+    )
+  refused = ""
+  try:
+    await control.stamp(f"{run_id}:{CLAIMED}", held.text)
+  except CallError as error:
+    refused = str(error)
+  await asyncio.sleep(seconds)
+  now = await control.held()
+  if now.run_id not in (None, held.run_id, run_id):
+    raise EngineError(
+      f"{control.url} was taken by run {now.run_id!r}, which began at the same moment as this one, "
+      f"{run_id!r}: nothing was sent to it"
+    )
+  if refused or now.run_id != run_id:
+    raise EngineError(f"{control.url} did not become this run's: {refused or now.text}")
+  if held.fenced:
+    say(
+      f"{control.url} was left paused by run {held.run_id!r} after a push that failed: this run's "
+      "weights replace what it holds"
+    )
+
+
+async def release(control: Control, run_id: str, *, fenced: bool) -> None:
+  """Leaves a server that bears this run's stamp to the next: as it serves, or paused, which its
+  stamp then says. Raises CallError.
+  """
+  held = await control.held()
+  if held.run_id != run_id:
+    return
+  if fenced:
+    await control.pause("abort")
+    await control.stamp(f"{run_id}:{FENCED}", held.text)
+  else:
     await control.set_version("default")
 
 

@@ -86,6 +86,7 @@ class EngineServer:
     self._paused = False
     self._serial = 0  # the engine's version: each update has a number, and then a name
     self._labels = {0: "default"}
+    self._stamp = "default"  # the name that was given last, or whose the server is
     self._order = asyncio.Lock()
 
   def app(self) -> Starlette:
@@ -139,7 +140,7 @@ class EngineServer:
   async def _model(self, request: Request) -> Response:
     del request
     return _json({
-      "weight_version": self._label_now,
+      "weight_version": self._stamp,
       "model_path": self._facts.get("model_path"),
       "architectures": self._facts.get("model_config", {}).get("architectures"),
     })  # fmt: skip
@@ -208,13 +209,18 @@ class EngineServer:
 
   async def _label(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
     text = _text(body, "new_version")
+    old = body.get("old_version", self._stamp)
+    if old != self._stamp:  # two that found it free at once
+      raise ValueError(f"the server bears {self._stamp!r}, not {old!r}")
     if body.get("abort_all_requests", True):  # as SGLang
       await self.thread.call(self.engine.abort_all())
-    if self._labels.get(self._serial, text) != text and not self.engine.idle:
-      raise ValueError(
-        f"requests run under {self._label_now!r}, and their tokens would become {text!r}"
-      )
-    self._labels[self._serial] = text
+    if body.get("names_weights", True):
+      if self._labels.get(self._serial, text) != text and not self.engine.idle:
+        raise ValueError(
+          f"requests run under {self._label_now!r}, and their tokens would become {text!r}"
+        )
+      self._labels[self._serial] = text
+    self._stamp = text
     return {"new_version": text}
 
   async def _check(self, body: Mapping[str, Any]) -> Mapping[str, Any]:

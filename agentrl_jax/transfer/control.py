@@ -13,6 +13,8 @@ from agentrl_jax.transfer.report import PushError
 PauseMode = Literal["retract", "abort"]
 Failure = Literal["unreachable", "refused", "lost"]
 KEEP_SECONDS = 2.0  # that a connection may rest
+CLAIMED = "claimed"  # in place of a version: of a run that has not pushed yet
+FENCED = "fenced"  # of a run that ended after a push that failed: the server is paused
 
 
 class CallError(PushError):
@@ -28,10 +30,18 @@ class CallError(PushError):
 
 
 class Held(NamedTuple):
-  """What a server says it serves: `version` is -1 before anything was published to it."""
+  """What a server says it serves: `version` is -1 before anything was published to it, and where a
+  run has claimed or fenced it; `text` is all that it says.
+  """
 
   run_id: str | None
   version: int
+  text: str = "default"
+
+  @property
+  def fenced(self) -> bool:
+    """Whether a run left it paused, after a push that failed."""
+    return self.text.endswith(f":{FENCED}")
 
 
 class RankChecksum(NamedTuple):
@@ -57,17 +67,19 @@ class Control:
     self.url, self.client, self.deadline = url.rstrip("/"), client, deadline
 
   async def held(self) -> Held:
-    """The version that is served, from "RUN:VERSION", "VERSION" or SGLang's "default"."""
+    """The version that is served, from "RUN:VERSION", "VERSION", SGLang's "default", or a stamp."""
     answer = await self.call("GET", "/model_info")
     text = str(answer.get("weight_version"))
     run_id, _, number = text.rpartition(":")
     if text == "default":
       return Held(None, -1)
+    if run_id and number in (CLAIMED, FENCED):
+      return Held(run_id, -1, text)
     if not number.isdecimal():
       raise CallError(
         "refused", f"{self.url} reports weight version {text!r}, expected RUN:VERSION"
       )
-    return Held(run_id or None, int(number))
+    return Held(run_id or None, int(number), text)
 
   async def facts(self) -> Mapping[str, Any]:
     """The server's own arguments (device, dtype, tp_size, ...)."""
@@ -89,6 +101,14 @@ class Control:
     """Names the weights it serves, without touching requests."""
     body = {"new_version": text, "abort_all_requests": False}
     await self.call("POST", "/update_weight_version", body)
+
+  async def stamp(self, text: str, instead_of: str) -> None:
+    """Says whose the server is, where it bears `instead_of`. Only the embedded one compares, and
+    keeps the name of the weights for what they sample.
+    """
+    body = {"new_version": text, "abort_all_requests": False}
+    only = {"old_version": instead_of, "names_weights": False}
+    await self.call("POST", "/update_weight_version", body | only)
 
   async def checksums(self) -> tuple[RankChecksum, ...]:
     """Each rank's checksums. Calls are served in order: an answer proves earlier writes ended."""

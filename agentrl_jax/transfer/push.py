@@ -98,6 +98,7 @@ class SGLangPublisher:
     self.pause_mode: PauseMode = pause_mode
     self.model, self.transport, self.run_id, self.deadline = model, transport, run_id, deadline
     self.blocked = ""  # why new rounds are refused
+    self.fenced = False  # a server may be paused, with weights that nobody verified
     self.published = ""  # fingerprint of the last commit
     self.published_whole = True  # that fingerprint is of whole tensors, not of parts
     self._client = make_client()
@@ -128,6 +129,7 @@ class SGLangPublisher:
       raise  # from prepare: nothing has changed
     except BaseException as error:
       self.blocked = f"round {round.key} was interrupted by {type(error).__name__}"
+      self.fenced = self.fenced or bool(round.paused_at)
       raise
     finally:
       self._running = False
@@ -327,12 +329,27 @@ class SGLangPublisher:
       round.leave(peer, State.ABORTED, error)
 
   async def _pause(self, round: Round, peer: Peer) -> None:
+    try:
+      held = await peer.control.held()
+    except CallError as error:
+      round.untouched.add(peer)
+      round.leave(peer, State.ABORTED, error)
+      return
+    if taken := self._taken(peer, held):
+      round.leave(peer, State.ABORTED, f"{taken}: nothing of this push has changed it")
+      return
     round.paused_at[peer] = time.perf_counter()
     try:
       await peer.control.pause(self.pause_mode)
     except CallError as error:
       round.untouched.add(peer)
       round.leave(peer, State.ABORTED, error)
+
+  def _taken(self, peer: Peer, held: Held) -> str:
+    """By which other run, or ""."""
+    if held.run_id in (None, self.run_id):
+      return ""
+    return f"{peer.control.url} was taken by run {held.run_id!r} while {self.run_id!r} pushed to it"
 
   async def _send(self, round: Round, peer: Peer, staged: Staged) -> None:
     try:
@@ -414,11 +431,14 @@ class SGLangPublisher:
 
   async def _set_version(self, round: Round, peer: Peer) -> None:
     """Labels what was verified. A server that was restarted since serves other weights: it is asked
-    who it is before the label, and after it, as both calls could straddle a restart.
+    who it is before the label, and after it, as both calls could straddle a restart. One that bears
+    another run's stamp by now may have been written by that one, too.
     """
     text = f"{self.run_id}:{round.version}"
     try:
       await peer.same_process()
+      if taken := self._taken(peer, await peer.control.held()):
+        raise CallError("refused", taken)
       try:
         await peer.control.set_version(text)
       except CallError as error:
@@ -437,7 +457,7 @@ class SGLangPublisher:
       await twice(peer.control.resume)
       held = await peer.control.held()
       if (held.run_id, held.version) != (self.run_id, round.version):
-        message = f"serves version {held.version} after a commit of {round.version}: restarted"
+        message = f"serves {held.text!r} after a commit of version {round.version}: restarted"
         raise CallError("refused", f"{peer.control.url}/continue_generation: {message}")
     except CallError as error:
       with contextlib.suppress(CallError):
@@ -468,6 +488,8 @@ class SGLangPublisher:
     now = time.perf_counter()
     idle = max([round.idle, *(now - start for start in round.paused_at.values())])
     state, message = round.state, "; ".join(round.reasons)
+    if state is not State.ABORTED:
+      self.fenced = state is not State.COMMITTED
     if state is State.COMMITTED:
       self.published, self.published_whole = round.fingerprint, round.whole
       if isinstance(self.transport, Retains):

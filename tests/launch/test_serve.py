@@ -353,6 +353,24 @@ def test_a_version_is_not_renamed_under_running_requests(server):
   asyncio.run(main())
 
 
+def test_a_stamp_says_whose_the_server_is_and_names_no_weights(server, directory):
+  only = {"abort_all_requests": False, "names_weights": False}
+
+  def stamp(text, old, status=200):
+    body = only | {"new_version": text, "old_version": old}
+    return post(server, "/update_weight_version", body, status)
+
+  stamp("a:claimed", "default")
+  assert "bears 'a:claimed', not 'default'" in stamp("b:claimed", "default", 400)["message"]
+  assert get(server, "/model_info")["weight_version"] == "a:claimed"
+  body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+  assert post(server, "/generate", body)["meta_info"]["weight_version"] == "default"
+  post(server, "/pause_generation", {"mode": "abort"})
+  post(server, "/update_weights_from_disk", {"model_path": str(directory)})
+  stamp("a:fenced", "a:claimed")
+  assert "have no version yet" in post(server, "/continue_generation", {}, 400)["message"]
+
+
 def test_a_signal_ends_it_with_what_it_was_doing(directory):
   served = Served(directory, *OPTIONS).wait()
 

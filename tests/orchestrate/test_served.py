@@ -7,6 +7,7 @@ import os
 import signal
 
 import fiddle as fdl
+import httpx
 import pytest
 from fiddle.experimental import serialization
 from rich.console import Console
@@ -20,14 +21,18 @@ from agentrl_jax.orchestrate.served import chosen, require_model
 from agentrl_jax.orchestrate.sync_loop import train
 from agentrl_jax.rollout.engine import EngineError, SamplingParams
 from agentrl_jax.rollout.sglang import SGLangEngine
+from agentrl_jax.transfer.control import Control, make_client
 from agentrl_jax.transfer.receive import TOKEN
+from agentrl_jax.transfer.report import State
 from agentrl_jax.transfer.transports import auto
 from agentrl_jax.transfer.transports.disk import DiskTransport, shared_memory
 from agentrl_jax.transfer.transports.tcp import TcpTransport
 from agentrl_jax.transfer.transports.tensor import TensorTransport
 from configs import tiny_rl, use_server, use_transport
 from tests.launch.served import SECRET, Served, received
+from tests.launch.test_serve import Flipping
 from tests.reference.transfer import random_weights
+from tests.transfer.fake_server import FakeServer
 
 CONTEXT = 128
 
@@ -136,6 +141,112 @@ def test_a_run_goes_on_where_a_killed_trainer_had_pushed_more_than_it_saved(
     await again.close()
     await (await served.served(url=server.url)(other)).close()
     await killed.close()
+
+  asyncio.run(main())
+
+
+def stamp(server):
+  return httpx.get(f"{server.url}/model_info", trust_env=False).json()["weight_version"]
+
+
+def test_a_run_that_ends_after_a_fenced_push_leaves_the_server_paused_and_says_so(
+  server, directory, tmp_path
+):
+  model, weights = load_model(directory), load_weights(load_model(directory), directory)
+  said, flipping = [], Flipping(tmp_path)
+  flipping.flips = False
+  context = EngineContext(model, weights, 0, directory, tmp_path / "a", CONTEXT, 0, said.append)
+  after = dataclasses.replace(context, workdir=tmp_path / "b", version=2)
+
+  async def main():
+    first = await served.served(url=server.url, transport=auto.only(lambda: flipping))(context)
+    flipping.flips = True
+    report = await first.publisher.publish(random_weights(model, 1), 1)
+    assert report.state is State.FENCED, str(report)
+    await first.publisher.recover()  # which lets rounds begin, and the server as it is
+    await first.close()
+    assert stamp(server) == f"{first.publisher.run_id}:fenced"
+    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+    async with httpx.AsyncClient(trust_env=False, timeout=0.5) as client:
+      with pytest.raises(httpx.ReadTimeout):
+        await client.post(f"{server.url}/generate", json=body)
+    assert not any("was left paused" in line for line in said)
+    next_ = await served.served(url=server.url)(after)
+    (told,) = [line for line in said if "was left paused" in line]
+    assert f"by run {first.publisher.run_id!r} after a push that failed" in told
+    assert (await next_.engine.generate("a", [1], SamplingParams(1, ()))).version.tolist() == [2]
+    await next_.close()
+
+  asyncio.run(main())
+  assert stamp(server) == "default"
+
+
+class Together:
+  """Two calls of a method of `Control` return at the same time, later ones as they do."""
+
+  def __init__(self, monkeypatch, method):
+    self.whole, self.waiting, self.both = getattr(Control, method), 2, asyncio.Event()
+    monkeypatch.setattr(Control, method, lambda *arguments: self.call(*arguments))
+
+  async def call(self, *arguments):
+    answer = await self.whole(*arguments)
+    self.waiting -= 1
+    if self.waiting <= 0:
+      self.both.set()
+    await self.both.wait()
+    return answer
+
+
+def test_of_two_runs_that_find_a_server_free_at_once_one_gets_it(
+  server, directory, tmp_path, monkeypatch
+):
+  model, writes, send = load_model(directory), [], DiskTransport.send
+  contexts = [
+    EngineContext(model, random_weights(model, n), n, directory, tmp_path / f"{n}", CONTEXT, 0)
+    for n in (1, 2)
+  ]
+
+  async def recorded(self, staged, peer, ranks):
+    writes.append(staged.key)
+    await send(self, staged, peer, ranks)
+
+  monkeypatch.setattr(DiskTransport, "send", recorded)
+  Together(monkeypatch, "held")
+  opening = served.served(url=server.url, transport=auto.only(DiskTransport))
+
+  async def main():
+    made = await asyncio.gather(*map(opening, contexts), return_exceptions=True)
+    (lost,) = [error for error in made if isinstance(error, Exception)]
+    (won,) = [host for host in made if not isinstance(host, Exception)]
+    assert isinstance(lost, EngineError)
+    assert f"was taken by run {won.publisher.run_id!r}, which began at the same moment" in str(lost)
+    (key,) = writes
+    assert key.startswith(won.publisher.run_id)
+    assert stamp(server).startswith(f"{won.publisher.run_id}:")  # the loser left it alone
+    assert (await won.engine.generate("a", [1], SamplingParams(2, ()))).version[0] in (1, 2)
+    await won.close()
+
+  asyncio.run(main())
+  assert stamp(server) == "default"
+
+
+@pytest.mark.parametrize("before", ["default", "gone:fenced"])
+def test_a_server_that_does_not_compare_is_the_last_ones_that_stamped_it(before, monkeypatch):
+  Together(monkeypatch, "held")
+
+  async def main():
+    async with FakeServer() as fake, make_client() as client:
+      fake.version = before
+      control = Control(fake.url, client, 5.0)
+      claims = [served.claim(control, run, 0.2, print) for run in ("a", "b")]
+      made = await asyncio.gather(*claims, return_exceptions=True)
+      (lost,) = [n for n, error in enumerate(made) if error is not None]
+      winner = "ba"[lost]
+      assert fake.version == f"{winner}:claimed"
+      with pytest.raises(EngineError, match=f"was taken by run '{winner}'"):
+        raise made[lost]
+      with pytest.raises(EngineError, match=f"serves run '{winner}', this is 'c'"):
+        await served.claim(control, "c", 0.2, print)
 
   asyncio.run(main())
 

@@ -78,8 +78,9 @@ def test_a_round_commits_in_order(tmp_path, weights):
     assert report.state is State.COMMITTED
     assert fakes[0].calls == [
       "/model_info", "/server_info", "/weights_checker",  # what it holds, once for each start of it
-      "/pause_generation", DISK, "/weights_checker", "/flush_cache",
-      "/server_info", "/update_weight_version", "/server_info", "/continue_generation",
+      "/model_info", "/pause_generation", DISK, "/weights_checker", "/flush_cache",
+      "/server_info", "/model_info", "/update_weight_version", "/server_info",
+      "/continue_generation",
       "/model_info",
     ]  # fmt: skip
     assert list(report.phases) == [
@@ -320,6 +321,45 @@ def test_one_dead_replica_does_not_stop_the_others(tmp_path, weights):  # W20
     assert len({fake.answer() for fake in fakes}) == 1
 
   published(tmp_path, test, servers=3)
+
+
+@pytest.mark.parametrize("label", ["other:claimed", "other:7"])
+def test_a_server_that_another_run_took_meanwhile_is_left_as_it_is(tmp_path, weights, label):
+  async def test(publisher, fakes):
+    await publisher.publish(at(weights, 1), 1)
+    before, allocate = fakes[0].answer()[1], publisher.transport.allocate
+
+    def late(plan, key):  # while the round is staged
+      fakes[0].version = fakes[0].cached_by = label
+      return allocate(plan, key)
+
+    publisher.transport.allocate = late
+    fakes[0].calls.clear()
+    report = await publisher.publish(at(weights, 2), 2)
+    assert report.state is State.ABORTED and not publisher.fenced
+    assert "was taken by run 'other' while 'run' pushed to it: nothing of this" in report.message
+    assert "/pause_generation" not in fakes[0].calls
+    assert fakes[0].answer() == (label, before)
+
+  published(tmp_path, test)
+
+
+def test_a_server_that_another_run_took_during_the_writes_is_fenced(tmp_path, weights):
+  async def test(publisher, fakes):
+    await publisher.publish(at(weights, 1), 1)
+    send = publisher.transport.send
+
+    async def late(staged, peer, ranks):
+      await send(staged, peer, ranks)
+      fakes[0].version = "other:claimed"
+
+    publisher.transport.send = late
+    report = await publisher.publish(at(weights, 2), 2)
+    assert report.state is State.FENCED and publisher.fenced
+    assert "was taken by run 'other' while 'run' pushed to it" in report.message
+    assert (fakes[0].version, fakes[0].paused) == ("other:claimed", True)
+
+  published(tmp_path, test)
 
 
 @pytest.mark.parametrize("fault", ["lose", "refuse", "drop"])
