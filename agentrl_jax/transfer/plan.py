@@ -20,6 +20,7 @@ ITEM_BYTES = {
   "float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint8": 1, "bool": 1,
   "float8_e4m3fn": 1, "float8_e4m3fnuz": 1,
 }  # fmt: skip
+MAX_NAME_BYTES = 500  # of a tensor, as JSON has it: so many tensors as a frame tells fit into one
 _FLOATS = frozenset({"float32", "bfloat16", "float16"})
 
 
@@ -119,7 +120,8 @@ def plan(
     drop: source tensors that are deliberately not sent.
     quantized: how to make the targets whose dtype is an FP8 one. Their scales become targets, too.
   Raises:
-    ValueError: naming the tensor: no assembly, no source, repeated, other shape, overlapping or
+    ValueError: naming the tensor: a name too long, no assembly, no source, repeated, other shape,
+      overlapping or
       incomplete shards, a dtype that cannot be converted, a shard that cuts a block.
   """
   if bucket_bytes < 1 or align < 1:
@@ -140,6 +142,12 @@ def plan(
     pieces[name] = Boxes([piece.dst_box for piece in made_by[name].pieces])
   scales = [_scales(targets[name], how) for name, how in quantized.items()]
   targets |= _by_name([*targets.values(), *scales], "target")
+  for name in targets:
+    if len(json.dumps(name)) > MAX_NAME_BYTES:
+      raise ValueError(
+        f"target tensor {name[:100]}...: its name has {len(json.dumps(name))} bytes as JSON, at "
+        f"most {MAX_NAME_BYTES} are sent"
+      )
   placed = sorted(
     (shard.rank, name, shard.index) for name, tensor in targets.items() for shard in tensor.shards
   )

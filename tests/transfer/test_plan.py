@@ -143,6 +143,21 @@ def test_a_tensor_around_the_size_of_a_bucket(rows, parts, buckets):  # W10
     plan(source, whole(rules, "float32"), rules, bucket_bytes=15)
 
 
+@pytest.mark.parametrize(
+  ("name", "size"), [("layers." + "x" * 494, 503), ("ä" * 83 + "x", 501)]
+)  # fmt: skip
+def test_a_name_too_long_for_the_wire_is_refused_by_name(name, size):
+  def planned(name):
+    rules = [assembly(name, "w", (2,))]
+    source = [Tensor("w", (2,), "float32", (Shard(0, full((2,))),))]
+    return plan(source, whole(rules, "float32"), rules, bucket_bytes=1 << 10)
+
+  assert planned(name[:-3]).segments[0].name == name[:-3]
+  message = f"tensor {name[:100]}.*: its name has {size} bytes as JSON, at most 500 are sent"
+  with pytest.raises(ValueError, match=message):
+    planned(name)
+
+
 def test_zero_sized_and_scalar_tensors():  # W10
   rules = [assembly("empty", "e", (0, 4)), assembly("scalar", "s", ())]
   source = [

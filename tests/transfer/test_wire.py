@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from agentrl_jax.transfer import wire
 from agentrl_jax.transfer.layout import slices
 from agentrl_jax.transfer.ledger import Announcement, Ledger
+from agentrl_jax.transfer.plan import MAX_NAME_BYTES
 from agentrl_jax.transfer.stage import fingerprint_of, tensor_hash
-from agentrl_jax.transfer.wire import End, Entry, WireError
+from agentrl_jax.transfer.wire import Change, End, Entry, WireError
 
 LIMIT = 1 << 16
 
@@ -291,6 +292,15 @@ def test_more_than_a_frame_says_is_announced_in_several(monkeypatch):
   ]:
     with pytest.raises(WireError, match=message):
       Announcement(first).add(frame)
+
+
+def test_a_frame_has_room_for_the_longest_names():
+  big = 1 << 40
+  name, shape, index = "x" * (MAX_NAME_BYTES - 2), (big,) * 4, ((0, big),) * 4
+  entry = Entry(name, (1 << 20, 1 << 20), "float8_e4m3fnuz", shape, index, big, big, "0" * 32)
+  row = entry._asdict() | Change("overwrite", "0" * 32)._asdict()
+  for rows in ([row] * wire.TENSORS_A_FRAME, [(name, shape, entry.dtype)] * wire.TENSORS_A_FRAME):
+    assert wire._encode(wire.Command.DELTA, 1 << 62, 1 << 62, rows, 1 << 62)
 
 
 def adversarial(rng):
