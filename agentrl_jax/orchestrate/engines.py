@@ -22,7 +22,13 @@ from agentrl_jax.models.model import Model
 from agentrl_jax.ops.quantize import OCP, Quantization
 from agentrl_jax.rollout.engine import Engine
 from agentrl_jax.rollout.sglang import SGLangEngine
-from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer, find_python, has_cuda
+from agentrl_jax.rollout.sglang_server import (
+  PORTS,
+  ServerOptions,
+  SGLangServer,
+  find_python,
+  has_cuda,
+)
 from agentrl_jax.sampler.engine import EmbeddedEngine
 from agentrl_jax.sampler.placement import NO_FP8, SamplerFp8
 from agentrl_jax.transfer.adapters import adapter_publisher, server_flags
@@ -174,6 +180,8 @@ def sglang(
       )
     )
     async with contextlib.AsyncExitStack() as opened:
+      if window is not None:
+        opened.callback(window.close)
       opened.push_async_callback(asyncio.to_thread, server.close)
       await asyncio.to_thread(server.start)
       vocab_size = context.model.config.vocab_size
@@ -210,7 +218,7 @@ def sglang(
         )
       opened.push_async_callback(publisher.close)
       starts_without = quantization is not None or context.lora is not None or context.differs
-      host = _SGLang(server, engine, publisher, starts_without)
+      host = _SGLang(server, engine, publisher, starts_without, window)
       if context.version or host.starts_without:
         await host.serve(context.weights, context.version)
       await engine.probe(tolerance=1e-3 if dtype == "float32" else 0.1)
@@ -244,7 +252,7 @@ def window_for(choose: Choose, ranks: int) -> tuple[Opening | None, Mapping[str,
   if names := [name for name, reason in lacking.items() if not reason]:
     lacking |= server_lacks(find_python(), names)
   if not all(lacking.values()):
-    return opening(ranks), lacking
+    return opening(ranks, PORTS), lacking
   if not choose.otherwise:
     raise ValueError("; ".join(f"{name} does not work: {why}" for name, why in lacking.items()))
   return None, lacking
@@ -271,6 +279,7 @@ class _SGLang:
   engine: SGLangEngine
   publisher: Publisher
   starts_without: bool  # the server has no weights, others, or no adapter, until the first push
+  window: Opening | None = None
 
   async def serve(self, weights: Any, version: int) -> None:
     require_committed(await self.publisher.publish(weights, version))
@@ -286,7 +295,11 @@ class _SGLang:
 
   async def close(self) -> None:
     end = functools.partial(asyncio.to_thread, self.server.close)
-    await close_all(self.publisher.close, self.engine.close, end)
+    try:
+      await close_all(self.publisher.close, self.engine.close, end)
+    finally:
+      if self.window is not None:
+        self.window.close()
 
 
 async def close_all(*closes: Callable[[], Awaitable[None]]) -> None:

@@ -30,7 +30,7 @@ from agentrl_jax.rollout.listening import listens
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _TAIL_LINES = 20
 _CLOSE_SECONDS = 10.0
-_PORTS = range(20_000, 32_000)  # below those that Linux gives to connections by itself
+PORTS = range(20_000, 32_000)  # below those that Linux gives to connections by itself
 _TRIES = 3  # of free ports that another process takes while the server loads
 _OWNED_FLAGS = frozenset({
   "--model-path", "--model", "--host", "--port", "--dtype", "--tp-size", "--tensor-parallel-size",
@@ -282,10 +282,10 @@ def claim_port(host: str, port: int) -> int:
   """`port`, or a free one for 0. Raises EngineError when something already listens there."""
   if not port:
     draw = random.SystemRandom()  # so that two who look at once find different ones
-    for port in draw.sample(_PORTS, 100):
+    for port in draw.sample(PORTS, 100):
       with contextlib.suppress(EngineError):
         return claim_port(host, port)
-    raise EngineError(f"cannot serve SGLang on {host}: no port of {_PORTS} is free")
+    raise EngineError(f"cannot serve SGLang on {host}: no port of {PORTS} is free")
   with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

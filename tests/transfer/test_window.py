@@ -28,7 +28,7 @@ from agentrl_jax.models.hf import load_model, load_weights
 from agentrl_jax.models.sharding import make_mesh, shardings
 from agentrl_jax.orchestrate import engines
 from agentrl_jax.orchestrate.engines import EngineContext
-from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer
+from agentrl_jax.rollout.sglang_server import PORTS, ServerOptions, SGLangServer
 from agentrl_jax.transfer.control import CallError
 from agentrl_jax.transfer.push import sglang_publisher
 from agentrl_jax.transfer.report import State
@@ -40,6 +40,7 @@ from agentrl_jax.transfer.transports.window import (
   Aim,
   OneSidedTransport,
   ask,
+  of_rank,
   opening,
   server_lacks,
   writes,
@@ -120,12 +121,31 @@ def test_an_interpreter_without_the_plug_in_says_what_to_install(tmp_path):
   lacks = server_lacks(sys.executable, ["nixl"])
   assert f"{sys.executable} -m pip install third_party/sglang/window" in lacks["nixl"]
   assert "No such file" in server_lacks(tmp_path / "python", ["nixl"])["nixl"]
-  address, _ = opening(3)
-  assert opening(3).token != opening(3).token
-  first = int(address.rpartition(":")[2])
-  with contextlib.ExitStack() as taken:
-    for rank in range(3):
-      taken.enter_context(socket.create_server(("127.0.0.1", first + rank)))
+
+
+def test_the_ports_of_windows_are_held_while_a_server_loads():
+  held = opening(3, PORTS)
+  ports = [int(of_rank(held.address, rank).rpartition(":")[2]) for rank in range(3)]
+  for port in ports:
+    with pytest.raises(OSError, match="in use"):
+      socket.create_server(("127.0.0.1", port))
+  with pytest.raises(OSError, match="no 1 neighbouring ports of"):
+    opening(1, ports)  # of another run
+  for _ in range(2):  # the window of this one, and of a restarted server
+    program = f"import agentrl_sglang_window as w; w.listen('127.0.0.1', {ports[1]}).accept()"
+    window = subprocess.Popen([sys.executable, "-c", program], cwd=PLUGIN)
+    for _ in range(100):
+      with contextlib.suppress(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", ports[1]), 10).close()
+        break
+      time.sleep(0.1)
+    assert window.wait(10) == 0  # it was met, not the holder
+  held.close()
+  for port in ports:
+    socket.create_server(("127.0.0.1", port)).close()
+  other = opening(1, ports)
+  assert other.token != held.token
+  other.close()
 
 
 @pytest.fixture(params=LIBRARIES)
@@ -313,7 +333,7 @@ def opened(request, plugged, sglang_python, tiny_llama, tmp_path_factory):
   reasons = {name: make().why_not() or plugged[name] for name, make in LIBRARIES.items()}
   if all(reasons.values()):
     pytest.skip("; ".join(reasons.values()))
-  at = opening(request.param)
+  at = opening(request.param, PORTS)
   options = ServerOptions(
     tiny_llama,
     python=sglang_python,
@@ -323,6 +343,7 @@ def opened(request, plugged, sglang_python, tiny_llama, tmp_path_factory):
   )
   with SGLangServer(options) as server:
     yield Open(server, at)
+  at.close()
 
 
 @pytest.fixture
@@ -410,7 +431,8 @@ def test_a_sender_that_is_killed_leaves_a_fence_that_the_next_one_takes_down(
   before = opened.next()
   publish(opened.server, model, original, before, way)
   killed = opened.next()
-  arguments = [usable.name, tiny_llama, opened.server.url, *opened.opened, killed]
+  arguments = [usable.name, tiny_llama, opened.server.url, opened.opened.address]
+  arguments += [opened.opened.token, killed]
   program = "import sys; from tests.transfer.test_window import dying_sender as d; d(*sys.argv[1:])"
   ran = subprocess.run(
     [sys.executable, "-c", program, *map(str, arguments)],

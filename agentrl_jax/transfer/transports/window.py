@@ -7,6 +7,7 @@ and descriptors are made before the server pauses, so that it waits for the byte
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import random
 import secrets
@@ -27,7 +28,6 @@ from agentrl_jax.transfer.transports.tensor import session
 
 _POLL_SECONDS = 0.001
 _ASK_SECONDS = 120.0  # for an interpreter to say which libraries it has
-_PORTS = range(20_000, 32_000)  # below those that Linux gives to connections by itself
 PLUGIN = "third_party/sglang/window"
 
 
@@ -236,36 +236,56 @@ def writes(staged: Staged, rank: int, found: Mapping[str, Any], where: str) -> t
   return tuple(made)
 
 
-class Opening(NamedTuple):
-  """How a server on this machine is started so that its parameters are open."""
+@dataclasses.dataclass(frozen=True)
+class Opening:
+  """How a server on this machine is started so that its parameters are open. It holds the ports of
+  its windows until `close`: no other process gets them while the server loads, or loads again.
+  """
 
   address: str  # HOST:PORT of rank 0's window
   token: str
+  held: contextlib.ExitStack = dataclasses.field(repr=False)
 
   def environment(self) -> Mapping[str, str]:
     """What its process finds in its environment."""
     host, _, port = self.address.rpartition(":")
     return {"AGENTRL_WINDOW_HOST": host, "AGENTRL_WINDOW_PORT": port, TOKEN: self.token}
 
+  def close(self) -> None:
+    """Gives the ports free. Idempotent."""
+    self.held.close()
 
-def opening(ranks: int) -> Opening:
-  """Free neighbouring ports for so many ranks, as far as that can be known, and a new token.
 
-  Raises OSError where there are none.
+def opening(ranks: int, ports: Sequence[int]) -> Opening:
+  """Neighbouring ports for so many ranks, the first one of `ports`, and a new token.
+
+  Raises OSError where none are free.
   """
   draw = random.SystemRandom()
-  for first in draw.sample(_PORTS, 100):
-    with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+  for first in draw.sample(ports, min(len(ports), 100)):
+    with contextlib.ExitStack() as held, contextlib.suppress(OSError):
       for rank in range(ranks):
-        probes.enter_context(socket.create_server(("127.0.0.1", first + rank)))
-      return Opening(f"127.0.0.1:{first}", secrets.token_urlsafe(16))
-  raise OSError(f"no {ranks} neighbouring ports are free on 127.0.0.1")
+        held.enter_context(_held("127.0.0.1", first + rank))
+      return Opening(f"127.0.0.1:{first}", secrets.token_urlsafe(16), held.pop_all())
+  raise OSError(f"no {ranks} neighbouring ports of {ports} are free on 127.0.0.1")
+
+
+def _held(host: str, port: int) -> socket.socket:
+  """A port that only this user's windows, which share it, can listen at. Raises OSError."""
+  holder = socket.socket()
+  try:
+    holder.bind((host, port))  # not shared yet: another's holder would be in the way
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+  except OSError:
+    holder.close()
+    raise
+  return holder
 
 
 def server_lacks(python: str | Path, names: Sequence[str]) -> Mapping[str, str]:
   """By library, why a server of this interpreter could not be written to; "" where it can."""
   program = (
-    "import json, sys, agentrl_sglang_window as w; "
+    "import json, sys, agentrl_sglang_window as w; w.listen; "  # none shares a held port without
     "print(json.dumps({name: w.why_not(name) for name in sys.argv[1:]}))"
   )
   command = [str(python), "-c", program, *names]

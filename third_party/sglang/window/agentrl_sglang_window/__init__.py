@@ -45,10 +45,15 @@ def load_model(original, runner, *args, **kwargs):
   if not runner.is_draft_worker:
     token = os.environ["AGENTRL_TRANSFER_TOKEN"]
     port = int(os.environ[PORT]) + get_parallel().tp_rank
-    listener = socket.create_server((os.environ.get("AGENTRL_WINDOW_HOST", "127.0.0.1"), port))
+    listener = listen(os.environ.get("AGENTRL_WINDOW_HOST", "127.0.0.1"), port)
     window = Window(runner.model)
     threading.Thread(target=serve, args=(listener, window, token), daemon=True).start()
   return result
+
+
+def listen(host, port):
+  """A listener at a port that whoever started the server may hold bound meanwhile."""
+  return socket.create_server((host, port), reuse_port=True)
 
 
 def serve(listener: socket.socket, window: "Window", token: str) -> None:
