@@ -25,7 +25,10 @@ from agentrl_jax.rollout.sglang_server import ServerOptions, SGLangServer
 
 _ENGINE = flags.DEFINE_enum("engine", "sglang", ["sglang", "embedded"], "What samples.")
 _MODEL = flags.DEFINE_string("model", None, "Hugging Face directory to serve.", required=True)
-_HOST = flags.DEFINE_string("host", "127.0.0.1", "Interface to listen on.")
+_HOST = flags.DEFINE_string(
+  "host", "127.0.0.1", "Interface to listen on. 0.0.0.0: all of IPv4; trainers elsewhere then name "
+  "an address of this machine."
+)  # fmt: skip
 _PORT = flags.DEFINE_integer(
   "port", 0, "Port to listen on; 0 takes a free one.", lower_bound=0, upper_bound=65535
 )

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from agentrl_jax.transfer.engine_layout import checksums_here
 from agentrl_jax.transfer.receive import TOKEN, ReceiverProcess, bracketed, listen
 from agentrl_jax.transfer.transports.disk import shared_memory
 
+_WATCH_SECONDS = 0.5  # between looks whether the receiver lives
 _CONTEXT = 4096  # of a stream, where nobody says how long it may be and the model allows more
 
 
@@ -26,7 +28,8 @@ _CONTEXT = 4096  # of a stream, where nobody says how long it may be and the mod
 class EmbeddedOptions:
   """What to serve and how. `model` is a Hugging Face directory, `dtype` what is computed in.
 
-  `tensor_parallel` devices of this process hold the model, cut over the mesh axis `tensor`. `slots`
+  `tensor_parallel` devices of this process hold the model, cut over the mesh axis `tensor`; heads
+  whose number it does not divide are whole on each, which is said. `slots`
   sequences of at most `context_length` tokens (None: 4096, or fewer where the model has fewer) are
   decoded at once; their cache is allocated at the start. `port` 0 takes a free one. With
   `receive_port` a receiver of weights listens there, too, 0 again being any, for trainers that know
@@ -52,6 +55,11 @@ def serve_embedded(options: EmbeddedOptions, say: Callable[[str], None]) -> None
     OSError: a port is taken.
   """
   model = load_model(options.model)
+  if uncut := {k: n for k, n in model.units.items() if n % options.tensor_parallel}:
+    parts = " and ".join(f"{n} {name}" for name, n in sorted(uncut.items()))
+    say(
+      f"{parts} are no multiple of tensor_parallel {options.tensor_parallel}: whole on each device"
+    )
   context = options.context_length or min(_CONTEXT, model.config.max_position)
   placed = shardings(model, make_mesh(tensor=options.tensor_parallel))
   read = functools.partial(
@@ -82,6 +90,10 @@ def serve_embedded(options: EmbeddedOptions, say: Callable[[str], None]) -> None
       opened.callback(receiver.close)
       facts["receiver_port"] = int(receiver.address.rpartition(":")[2])
       say(f"receiving weights at {receiver.address}")
+      ending = threading.Event()
+      watching = (receiver, ending, say)
+      threading.Thread(target=_keep_alive, args=watching, name="watch", daemon=True).start()
+      opened.callback(ending.set)
     engine = EmbeddedEngine(
       model,
       load_weights(model, options.model, shardings=placed, dtype=jnp.dtype(options.dtype)),
@@ -96,6 +108,23 @@ def serve_embedded(options: EmbeddedOptions, say: Callable[[str], None]) -> None
     port = listener.getsockname()[1]
     say(f"serving at http://{bracketed(options.host)}:{port} (Ctrl-C to stop)")
     server.serve(listener)
+
+
+def _keep_alive(
+  receiver: ReceiverProcess, ending: threading.Event, say: Callable[[str], None]
+) -> None:
+  """Starts a receiver again whenever it dies alone, at its address, until `ending`. What it held is
+  sent once more: a push that it broke off has changed nothing.
+  """
+  while not ending.wait(_WATCH_SECONDS):
+    if receiver.alive():
+      continue
+    died = f"the receiver of weights at {receiver.address} died"
+    try:
+      receiver.revive()
+      say(f"{died} and was started again")
+    except OSError as error:
+      say(f"{died} and does not start: {error}")
 
 
 def _receiver(host: str, port: int) -> ReceiverProcess:

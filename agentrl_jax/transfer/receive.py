@@ -293,12 +293,16 @@ class ReceiverProcess:
     self._reviving = threading.Lock()
     self._process, self.address = self._started(host, port)
 
+  def alive(self) -> bool:
+    """Whether its process runs. Never blocks."""
+    return self._process.poll() is None
+
   def revive(self) -> None:
     """Starts it again at its address if it has died, with nothing that it held. Raises OSError as
     the first start does.
     """
     with self._reviving:
-      if self._process.poll() is not None:
+      if not self.alive():
         self.close()
         host, _, port = self.address.rpartition(":")
         self._process, self.address = self._started(host.strip("[]"), int(port))

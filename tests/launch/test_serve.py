@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import importlib
+import os
+import pathlib
 import signal
 import sys
 import time
@@ -161,8 +163,22 @@ def test_every_token_has_the_version_that_made_it_while_pushes_are_in_flight(way
   assert any(len(set(generation.version.tolist())) > 1 for generation in made)
 
 
-def test_a_model_cut_over_devices_and_in_bfloat16_is_pushed_whole(directory, tmp_path):
-  served = Served(directory, *OPTIONS, "--tensor_parallel=2", "--dtype=bfloat16").wait()
+@pytest.mark.parametrize(
+  ("devices", "said"),
+  [
+    (2, ""),
+    (3, "4 heads and 2 kv_heads are no multiple of tensor_parallel 3: whole on each device"),
+  ],
+)
+def test_a_model_cut_over_devices_and_in_bfloat16_is_pushed_whole(
+  devices, said, directory, tmp_path
+):
+  flags = (f"--tensor_parallel={devices}", "--dtype=bfloat16", "--host=0.0.0.0")
+  served = Served(directory, *OPTIONS, *flags).wait()
+  assert [line for line in served.lines if "no multiple" in line] == ([said] if said else [])
+  assert served.url.startswith("http://0.0.0.0:") and served.receiver.startswith("0.0.0.0:")
+  served.url = f"http://127.0.0.1:{served.port}"
+  served.receiver = f"127.0.0.1:{served.receiver_port}"
 
   async def main():
     engine = SGLangEngine(served.url, VOCAB)
@@ -351,6 +367,52 @@ def test_a_version_is_not_renamed_under_running_requests(server):
     await engine.close()
 
   asyncio.run(main())
+
+
+def test_a_receiver_that_dies_alone_is_started_again(directory, tmp_path):
+  served = Served(directory, *OPTIONS).wait()
+  (receiver,) = [
+    int(process)
+    for process in os.listdir("/proc")
+    if process.isdecimal() and parent(int(process)) == served.process.pid
+  ]
+
+  way = transport("tcp", served, tmp_path)
+  deliver = way.deliver
+
+  async def killing(*arguments):
+    way.deliver = deliver
+    os.kill(receiver, signal.SIGKILL)
+    return await deliver(*arguments)
+
+  async def main():
+    async with publishing(served, way) as publisher:
+      assert (await publisher.publish(weights(1), 1)).state is State.COMMITTED
+      way.deliver = killing
+      report = await publisher.publish(weights(2), 2)
+      assert report.state is State.ABORTED, str(report)  # it serves what it did
+      assert f"receiver {served.receiver}" in report.message
+      assert get(served, "/model_info")["weight_version"] == "run:1"
+      async with asyncio.timeout(60):
+        while not any("died" in line for line in served.lines):
+          await asyncio.sleep(0.1)
+      report = await publisher.publish(weights(2), 2)
+      assert report.state is State.COMMITTED, str(report)
+
+  asyncio.run(main())
+  said = f"the receiver of weights at {served.receiver} died and was started again"
+  code, lines = served.stop(signal.SIGTERM)
+  assert code == 0 and said in lines
+  with pytest.raises(httpx.ConnectError):
+    httpx.get(f"http://{served.receiver}", trust_env=False)
+  assert received() == []
+
+
+def parent(process):
+  """Its parent's id, 0 where it is gone."""
+  with contextlib.suppress(OSError):
+    return int(pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+  return 0
 
 
 def test_a_stamp_says_whose_the_server_is_and_names_no_weights(server, directory):
