@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import linprog
 
 from agentrl_jax.envs.mechanisms.mechanism import Theta
 
@@ -162,6 +161,8 @@ def naive_routing(theta: Theta) -> Solution:
 
 def linear(theta: Theta) -> Solution:
   """`scipy.optimize.linprog` (HiGHS). Raises ValueError where there is no optimum."""
+  from scipy.optimize import linprog  # a quarter of a second that no other command should wait
+
   found = linprog(-np.asarray(theta["values"]), theta["use"], theta["limits"], method="highs")
   if not found.success:
     raise ValueError(f"linear programme: {found.message}")
