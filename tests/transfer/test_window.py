@@ -231,6 +231,17 @@ def test_a_window_that_nobody_writes_to_takes_no_core(library, process):
   way.close()
 
 
+def test_a_process_that_used_nixl_ends_well():
+  if reason := Nixl().why_not():
+    pytest.skip(reason)
+  program = (
+    "import numpy as np; from agentrl_jax.transfer.transports.nixl import Nixl; "
+    "kept = Nixl().writer('', [np.zeros(1000)], [])"
+  )
+  ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+  assert ended.returncode == 0, (ended.returncode, ended.stderr[-2000:])
+
+
 def test_memory_that_cannot_be_registered_is_refused(monkeypatch):
   class Agent:
     def register_memory(self, *_):

@@ -3,6 +3,8 @@ copies on one machine, else TCP.
 """
 
 import base64
+import contextlib
+import ctypes
 import importlib
 import importlib.util
 import logging
@@ -100,6 +102,10 @@ def _api() -> Any:
   """NIXL's Python interface, by the name that the package for this CUDA gives it."""
   for name in ("nixl_cu13", "nixl_cu12"):
     if importlib.util.find_spec(name):
+      # Before the copy that NIXL brings: where both are loaded the other way round, as NIXL alone
+      # does, the process crashes when it ends.
+      with contextlib.suppress(OSError):
+        ctypes.CDLL("libnl-route-3.so.200")
       api = importlib.import_module(f"{name}._api")
       logging.getLogger("nixl").setLevel(logging.WARNING)
       return api
