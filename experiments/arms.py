@@ -36,6 +36,8 @@ from launch import command
 
 __all__ = ["Place", "Study", "files_of", "main", "read_result", "write_json"]
 
+flags.disclaim_key_flags()  # `--help` of a paper's command shows them
+
 SCALES = ("cpu", "smoke")
 # One thread a job and the same program everywhere: what makes a result repeat bit for bit.
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"

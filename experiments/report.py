@@ -19,6 +19,8 @@ from agentrl_jax.analysis.intervals import Interval, bootstrap_means, percentile
 from experiments.study import files_of, read_result
 from launch import command
 
+flags.disclaim_key_flags()  # `--help` of a paper's command shows them
+
 Results = Mapping[tuple[str, int], Mapping[str, Any]]  # (arm, seed) -> its file, complete ones only
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 

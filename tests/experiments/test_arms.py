@@ -43,6 +43,13 @@ def when(condition, seconds: float = 60):
     time.sleep(0.05)
 
 
+def test_help_shows_the_flags_of_a_study_and_of_its_table(tmp_path):
+  _, output = commands.finish(count(tmp_path, "--help"))
+  assert all(f"--{flag}:" in output for flag in ("arms", "seeds", "scale", "cores")), output
+  _, output = commands.run(["experiments.mpo.table", "--help"])
+  assert "--results:" in output and "--[no]write:" in output
+
+
 def test_every_arm_and_seed_once_on_a_core_of_its_own(tmp_path):
   code, output = commands.finish(count(tmp_path))
   assert code == 0, output
