@@ -157,7 +157,16 @@ class Experiment:
         f"algorithm is {self.algorithm!r}, expected an Algorithm: "
         "--config='fiddler:use_algorithm(name=\"NAME\")' puts a named one there"
       )
+    for name, kind in (("limits", Limits), ("batch", Batch), ("evaluation", Evaluation)):
+      if not isinstance(getattr(self, name), kind):
+        found = f"{name} is {getattr(self, name)!r}, expected {kind.__name__}"
+        without = ": evaluation.tasks=0 leaves evaluations out" if kind is Evaluation else ""
+        raise ValueError(found + without)
+    for name in ("temperature", "max_mismatch"):
+      if not isinstance(getattr(self, name), int | float):
+        raise ValueError(f"{name} is {getattr(self, name)!r}, expected a number")
     at_least("", self, 1, "steps", "concurrency", "checkpoint_every", "keep_checkpoints")
+    at_least("", self, 0, "seed")
     at_least("mesh", self.mesh, 1, *self.mesh)
     if not 0 <= self.temperature < float("inf"):
       raise ValueError(f"temperature is {self.temperature}, expected at least 0")

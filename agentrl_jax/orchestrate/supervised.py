@@ -82,6 +82,7 @@ class Supervised:
     at_least(
       "", self, 1, "steps", "episodes_per_step", "row_length", "micro_rows", "checkpoint_every"
     )
+    at_least("", self, 0, "seed")
     at_least("mesh", self.mesh, 1, *self.mesh)
 
 
