@@ -1,6 +1,7 @@
 """The flags that every training command has: a Fiddle configuration and a work directory."""
 
 import dataclasses
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -126,6 +127,12 @@ def given(config: flags.FlagHolder) -> fdl.Config:
   """What the flag says, read here first: Fiddle's errors in terms of this project's flags."""
   try:
     value = imported(lambda: config.value)
+  except (json.JSONDecodeError, KeyError) as error:
+    flag = flags.FLAGS[config.name]
+    if not isinstance(flag, absl_flags.FiddleFlag) or flag.first_command != "config_file":
+      raise
+    text = f"config_file gives no configuration ({error!r}): a run's is config.json"
+    raise ValueError(text) from None
   except ValueError as error:
     text = re.sub(r"<function (\S+) at 0x\w+>", r"\1", command.one_line(error))
     if found := _UNQUOTED.match(text):
@@ -134,6 +141,8 @@ def given(config: flags.FlagHolder) -> fdl.Config:
         f"{path} is set to {literal}, no Python literal; a string needs quotes of its own: "
         f"--config='set:{path}=\"{literal}\"'"
       )
+    elif text.startswith("not enough values to unpack"):  # Fiddle cuts at the "="
+      text = "a --config=set: has no value: --config=set:PATH=VALUE"
     elif "Could not resolve reference to named function" in text:
       text = f"{text.split(': ')[0]}: there are {', '.join(configs.__all__)}"
     elif "No module named" in text and _UNKNOWN_MODULE not in text:

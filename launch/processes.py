@@ -8,6 +8,7 @@ GKE say of themselves; elsewhere `--coordinator=HOST:PORT --processes=N --proces
 import atexit
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 
 import jax
@@ -41,9 +42,17 @@ def joined() -> Iterator[None]:
     yield
     return
   if COORDINATOR.value == "auto":
-    jax.distributed.initialize()
+    try:
+      jax.distributed.initialize()
+    except ValueError as error:
+      raise ValueError(
+        "--coordinator=auto finds no TPU pod, SLURM, Open MPI or GKE here: "
+        "--coordinator=HOST:PORT --processes=N --process=I"
+      ) from error
   elif PROCESSES.value is None or PROCESS.value is None:
     raise ValueError("--coordinator=HOST:PORT needs --processes=N and --process=I")
+  elif not re.fullmatch(r".+:\d+", COORDINATOR.value):
+    raise ValueError(f"--coordinator is {COORDINATOR.value!r}, expected HOST:PORT or auto")
   elif not 0 <= PROCESS.value < PROCESSES.value:
     raise ValueError(f"--process is {PROCESS.value}, expected 0 to {PROCESSES.value - 1}")
   else:

@@ -57,7 +57,11 @@ def served(
     call_seconds: deadline of one turn.
     push_seconds: deadline of each phase of a push.
     heartbeat_seconds: between questions whether it lives, while turns are under way.
+
+  Raises ValueError for a URL without its scheme, which no waiting would bring up.
   """
+  if not url.startswith(("http://", "https://")):
+    raise ValueError(f"the server's url is {url!r}, expected http://HOST:PORT")
 
   async def open_engine(context: EngineContext) -> Host:
     if context.lora is not None:

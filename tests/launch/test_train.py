@@ -92,6 +92,8 @@ def test_what_is_wrong_with_a_configuration_is_one_line(places, tmp_path):
     "set:algorithm.high=much": "of its own: --config='set:algorithm.high=\"much\"'",
     'set:algorithm.high="much"': "algorithm: '>=' not supported between instances of 'str' and "
     "'int', given high='much': --config=set:algorithm.NAME=VALUE",
+    "set:algorithm.high": "a --config=set: has no value: --config=set:PATH=VALUE",
+    "set:evaluation=None": "evaluation.tasks=0 leaves evaluations out",
     "set:steps=0": "steps is 0, expected a whole number of at least 1",
     'set:model="nowhere"': "nowhere",
     'set:mesh={"rows": 2}': "rows",
@@ -99,6 +101,7 @@ def test_what_is_wrong_with_a_configuration_is_one_line(places, tmp_path):
     f'set:model="{unknown}"': "Gpt9",
     "fiddler:use_sglan": "use_routers, use_server, use_sglang",
     "fiddler:my_changes.all": "'my_changes': the folder of a module of your own",
+    'fiddler:use_server(url="here:9")': "url is 'here:9', expected http://HOST:PORT",
     'fiddler:use_algorithm(name="dapo", buffer=8)': "missing 1 required keyword-only argument: "
     "'limit', given buffer=8: --config=set:algorithm.NAME=VALUE",
   }
@@ -106,6 +109,31 @@ def test_what_is_wrong_with_a_configuration_is_one_line(places, tmp_path):
   for (code, output), message in zip(
     run_refused(changed, **places), messages.values(), strict=True
   ):
+    assert code == 1
+    assert message in one_error(output)
+
+
+def test_what_is_no_coordinator_and_no_written_configuration_is_one_line(places, tmp_path):
+  text, other = tmp_path / "config.txt", tmp_path / "run.json"
+  text.write_text("steps = 3\n")
+  other.write_text("{}")
+  two = ["--processes=2", "--process=0"]
+  found = run_refused(
+    [
+      command(tmp_path / "run", "--coordinator=nonsense", *two),
+      command(tmp_path / "run", "--coordinator=host:", *two),
+      ["launch.train", f"--config=config_file:{text}"],
+      ["launch.train", f"--config=config_file:{other}"],
+    ],
+    **places,
+  )
+  messages = [
+    "--coordinator is 'nonsense', expected HOST:PORT or auto",
+    "--coordinator is 'host:', expected HOST:PORT or auto",
+    "config_file gives no configuration (JSONDecodeError(",
+    "config_file gives no configuration (KeyError('objects')): a run's is config.json",
+  ]
+  for (code, output), message in zip(found, messages, strict=True):
     assert code == 1
     assert message in one_error(output)
 
