@@ -16,7 +16,13 @@ from absl import flags
 from agentrl_jax.models.hf import load_model, load_weights
 from agentrl_jax.models.sharding import make_mesh, shardings
 from agentrl_jax.orchestrate.engines import EngineContext
-from agentrl_jax.orchestrate.evaluate import check_writable, evaluate, summary, write_records
+from agentrl_jax.orchestrate.evaluate import (
+  check_writable,
+  described,
+  evaluate,
+  summary,
+  write_records,
+)
 from agentrl_jax.orchestrate.experiment import Experiment
 from agentrl_jax.orchestrate.metrics import Progressing
 from agentrl_jax.orchestrate.play import make_play
@@ -85,9 +91,7 @@ async def _evaluate(experiment: Experiment, output: Path) -> None:
     score = summary(records)
     progress.say(
       f"{directory}: {count} held-out tasks, {score['samples']:.0f} episodes at temperature "
-      f"{experiment.temperature:g}: success {score['success']:.3f} ± "
-      f"{score['success_standard_error']:.3f}, finished {score['finished']:.3f}, "
-      f"{score['tokens']:.1f} tokens an episode; records in {output}"
+      f"{experiment.temperature:g}: {described(score)}; records in {output}"
     )
 
 

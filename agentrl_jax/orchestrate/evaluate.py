@@ -5,6 +5,7 @@ Each record is one sample of one problem, in the form that `analysis` reads.
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,16 @@ def summary(records: Sequence[Record]) -> dict[str, float]:
     "tokens": float(np.mean([r.tokens for r in records])),
     "samples": float(len(records)),
   }
+
+
+def described(score: Mapping[str, float]) -> str:
+  """A summary for a person to read; without a standard error where one problem gives none."""
+  error = score["success_standard_error"]
+  spread = f" ± {error:.3f}" if math.isfinite(error) else ""
+  return (
+    f"success {score['success']:.3f}{spread}, finished {score['finished']:.3f}, "
+    f"{score['tokens']:.1f} tokens an episode"
+  )
 
 
 def check_writable(path: Path) -> None:

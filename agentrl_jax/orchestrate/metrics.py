@@ -5,6 +5,7 @@ dropped, so the file reads as one uninterrupted run.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import time
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore  (made at import)
@@ -121,17 +123,35 @@ class Progressing:
       self._bars.remove_task(self._tasks.pop(name))
 
 
+_COMPILED = "/jax/core/compile/backend_compile_duration"  # what JAX reports after each program
+
+
+@functools.cache
+def _compilation() -> dict[str, float]:
+  """Seconds that this process has spent on compiling since it was first asked."""
+  spent = {_COMPILED: 0.0}
+
+  def count(event: str, duration_secs: float, **_: Any) -> None:
+    if event in spent:
+      spent[event] += duration_secs
+
+  jax.monitoring.register_event_duration_secs_listener(count)
+  return spent
+
+
 @dataclasses.dataclass
 class Clock:
-  """Seconds of each phase of a step."""
+  """Seconds of each phase of a step; those of `compile` are a part of the others."""
 
   seconds: dict[str, float] = dataclasses.field(default_factory=dict)
   last: float = dataclasses.field(default_factory=time.monotonic)
+  compiled: float = dataclasses.field(default_factory=lambda: _compilation()[_COMPILED])
 
   def lap(self, name: str) -> None:
     """The time since the last lap was spent on `name`."""
     now = time.monotonic()
-    self.seconds[f"seconds/{name}"] = now - self.last
+    compiled = _compilation()[_COMPILED] - self.compiled
+    self.seconds |= {f"seconds/{name}": now - self.last, "seconds/compile": compiled}
     self.last = now
 
 
@@ -140,8 +160,11 @@ def line(step: int, steps: int, values: Mapping[str, float]) -> str:
   seconds = " ".join(
     f"{name.removeprefix('seconds/')} {value:.1f}"
     for name, value in values.items()
-    if name.startswith("seconds/")
+    if name.startswith("seconds/") and name != "seconds/compile"
   )
+  compiling = values.get("seconds/compile", 0.0)
+  if compiling >= 0.05:
+    seconds += f" (of it compiling {compiling:.1f})"
   return (
     f"step {step}/{steps}: reward {values['reward']:.3f} success {values['success']:.3f} "
     f"finished {values['finished']:.3f} | loss {values.get('loss', 0.0):+.4f} "

@@ -14,6 +14,7 @@ from agentrl_jax.losses.values import explained_variance
 from agentrl_jax.ops.stats import add_metrics
 from agentrl_jax.orchestrate import hosts
 from agentrl_jax.orchestrate.evaluate import (
+  described,
   evaluate,
   read_records,
   read_settings,
@@ -229,10 +230,7 @@ async def measure(run: Run) -> None:
     await run.stage.host.flush()
   else:
     score = summary(read_records(path))
-  run.progress.say(
-    f"held-out {name}: success {score['success']:.3f} ± {score['success_standard_error']:.3f}"
-    f", finished {score['finished']:.3f}, {score['tokens']:.1f} tokens an episode"
-  )
+  run.progress.say(f"held-out {name}: {described(score)}")
   faulted = min(plan.tasks, len(run.experiment.tasks.held_out)) * samples - int(score["samples"])
   if faulted:
     run.progress.say(

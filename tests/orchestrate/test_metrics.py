@@ -2,11 +2,13 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from agentrl_jax.orchestrate.metrics import MetricsWriter, read_metrics, to_floats
+from agentrl_jax.orchestrate.evaluate import described
+from agentrl_jax.orchestrate.metrics import Clock, MetricsWriter, line, read_metrics, to_floats
 from agentrl_jax.types import Metric
 
 
@@ -64,3 +66,28 @@ def test_tensorboard_reads_the_scalars_back(tmp_path):
   ]
   assert found == [(7, "reward", 0.25)]
   assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 7, "reward": 0.25}
+
+
+def test_a_step_says_how_much_of_it_was_compiling():
+  values = {name: 0.0 for name in ("reward", "success", "finished", "mismatch_max")}
+  program = jax.jit(lambda x: jnp.sin(x @ x) - 0.1234)
+  clock = Clock()
+  program(jnp.ones((3, 3)))
+  clock.lap("update")
+  seconds = clock.seconds
+  assert 0.0 < seconds["seconds/compile"] <= seconds["seconds/update"]
+  again = Clock()
+  program(jnp.ones((3, 3)))
+  again.lap("update")
+  assert again.seconds["seconds/compile"] == 0.0
+  assert line(1, 2, values | again.seconds).endswith("| s: update 0.0")
+  slow = {"seconds/update": 21.84, "seconds/compile": 20.12, "seconds/publish": 0.1}
+  said = line(1, 2, values | slow)
+  assert said.endswith("| s: update 21.8 publish 0.1 (of it compiling 20.1)")
+
+
+def test_a_single_problem_has_no_standard_error():
+  score = {"success": 0.5, "success_standard_error": 0.125, "finished": 1.0, "tokens": 7.0}
+  assert described(score) == "success 0.500 ± 0.125, finished 1.000, 7.0 tokens an episode"
+  alone = described(score | {"success_standard_error": float("nan")})
+  assert alone == "success 0.500, finished 1.000, 7.0 tokens an episode"
