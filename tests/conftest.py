@@ -4,8 +4,11 @@ import atexit
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 if "jax" in sys.modules:
@@ -54,6 +57,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
   for item in items:
     if item.get_closest_marker("sglang") and not item.get_closest_marker("timeout"):
       item.add_marker(pytest.mark.timeout(600))  # a server may have to start first
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+  """A file system of a mebibyte."""
+  disk = tmp_path / "disk"
+  disk.mkdir()
+  mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+  if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+    pytest.skip("needs root to mount a small tmpfs")
+  yield disk
+  subprocess.run(["umount", str(disk)], check=True)
 
 
 @pytest.hookimpl(optionalhook=True)

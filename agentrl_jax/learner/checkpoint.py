@@ -5,6 +5,7 @@ digest of every file. Whatever lacks the marker was cut short; it is never read,
 removes it. What differs from its digest is refused.
 """
 
+import contextlib
 import dataclasses
 import errno
 import hashlib
@@ -148,7 +149,8 @@ class Saver:
       self.wait()
     finally:
       self._thread.shutdown()
-      self._writer.close()
+      with contextlib.suppress(OSError):  # of what orbax notes beside: the state was waited for
+        self._writer.close()
 
   def __enter__(self) -> "Saver":
     return self

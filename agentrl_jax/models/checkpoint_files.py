@@ -136,24 +136,44 @@ class TensorFiles:
 def new_directory(directory: PathLike) -> Iterator[pathlib.Path]:
   """A temporary sibling to fill, renamed to `directory` when the block ends without an error.
 
-  A reader sees the old directory, none, or the new one, never a mixture; a crash leaves only a
-  `.NAME.partial` sibling, which the next call removes.
+  A reader sees the old directory, none, or the new one, never a mixture; a crash leaves only
+  siblings `.NAME.partial` and `.NAME.old`, which the next call removes, and of which the old one is
+  put back where it is the only one that is whole.
+
+  Raises:
+    FileExistsError: what is there is no directory of safetensors, and is left alone.
+    OSError: of the directory, where writing to it fails.
   """
-  final = pathlib.Path(directory).absolute()
+  final = pathlib.Path(directory).resolve()  # a link stays, what it leads to is written
   partial, old = (final.with_name(f".{final.name}.{suffix}") for suffix in ("partial", "old"))
+  if old.is_dir() and not final.exists():
+    old.rename(final)
+  if final.exists() and not _is_replaceable(final):
+    raise FileExistsError(f"{final}: not replaced, it is no directory of safetensors files")
   final.parent.mkdir(parents=True, exist_ok=True)
   for leftover in (partial, old):
     shutil.rmtree(leftover, ignore_errors=True)
   partial.mkdir()
   try:
     yield partial
-  except BaseException:
+    if final.exists():
+      final.rename(old)
+    partial.rename(final)
+  except BaseException as error:
     shutil.rmtree(partial, ignore_errors=True)
+    if isinstance(error, OSError) and error.errno and (error.filename2 or not error.filename):
+      # Writing to an open file names none, and copying names the source first.
+      raise OSError(error.errno, error.strerror, str(final)) from error
     raise
-  if final.exists():
-    final.rename(old)
-  partial.rename(final)
   shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_replaceable(path: pathlib.Path) -> bool:
+  """Whether nothing is lost but what was written by a call before."""
+  if not path.is_dir():
+    return False
+  names = [entry.name for entry in path.iterdir()]
+  return not names or any(name.endswith(".safetensors") for name in names)
 
 
 def write_tensors(

@@ -1,6 +1,10 @@
 """Hugging Face directories: bitwise round trips, sharded reading, atomic writing, refusals."""
 
 import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +16,7 @@ from agentrl_jax.models import checkpoint_files, gemma3, hf, hf_config, layers, 
 from agentrl_jax.models.checkpoint_files import TensorEntry, TensorFiles, write_tensors
 from agentrl_jax.models.model import initialize
 from agentrl_jax.models.sharding import make_mesh, shardings
+from tests.models.kill_during_write import write
 
 CONFIG = llama.Config(
   vocab_size=24, embed=8, ffw=12, layers=2, heads=2, kv_heads=1, head_dim=4, max_position=32
@@ -132,6 +137,72 @@ def test_a_failed_write_leaves_the_old_directory(saved, tmp_path):
   hf.save_weights(MODEL, jax.tree.map(lambda w: w + 1, weights), directory)
   assert_same(hf.load_weights(MODEL, directory), jax.tree.map(lambda w: w + 1, weights))
   assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_killed_at_any_moment_one_whole_model_is_left_and_the_next_write_works(tmp_path):
+  script = pathlib.Path(__file__).parent / "kill_during_write.py"
+  environment = os.environ | {"PYTHONPATH": str(script.parents[2])}
+  out = subprocess.run(
+    [sys.executable, script, tmp_path], env=environment, check=True, capture_output=True, text=True
+  ).stdout
+  killed, code = map(int, out.split())
+  assert killed >= 10 and code == 0
+  found = []
+  for index in range(killed + 1):
+    directory = tmp_path / str(index) / "model"
+    whole = directory if directory.exists() else directory.with_name(".model.old")
+    files = TensorFiles(whole)
+    values = {float(x) for name in ("a", "b") for x in files.read(name)}
+    assert len(values) == 1 and (whole / "config.json").read_text() == "{}"
+    found += values
+    with pytest.raises(KeyboardInterrupt), checkpoint_files.new_directory(directory):
+      raise KeyboardInterrupt  # the next write fails, too, and what was whole is where it belongs
+    assert {float(x) for x in TensorFiles(directory).read("a")} == values
+    write(directory, 3)
+    assert [path.name for path in directory.parent.iterdir()] == ["model"]
+    assert set(TensorFiles(directory).read("b").tolist()) == {3.0}
+  assert found == sorted(found) and {found[0], found[-1]} == {1.0, 2.0}
+
+
+@pytest.mark.parametrize("beside", [0, 1 << 18])
+def test_a_full_disk_is_named_and_leaves_the_old_model(small_disk, beside, tmp_path):
+  """Full while the weights are written, and while the settings are copied beside them."""
+  weights = initialize(MODEL, jax.random.key(0))
+  hf.save_weights(MODEL, weights, tmp_path / "source")
+  (tmp_path / "source" / "tokenizer.json").write_bytes(bytes(beside))
+  directory = small_disk / "model"
+  hf.save_weights(MODEL, weights, directory)
+  room = 1 << 17 if beside else 0
+  used = sum(path.stat().st_size for path in directory.iterdir())
+  (small_disk / "ballast").write_bytes(bytes((1 << 20) - used - room - (1 << 13)))
+  with pytest.raises(OSError, match="No space left on device") as raised:
+    more = jax.tree.map(lambda w: w + 1, weights)
+    hf.save_weights(MODEL, more, directory, copy_from=tmp_path / "source")
+  assert raised.value.filename == str(directory) and raised.value.filename2 is None
+  assert sorted(path.name for path in small_disk.iterdir()) == ["ballast", "model"]
+  assert_same(hf.load_weights(MODEL, directory), weights)
+
+
+def test_what_is_no_model_is_not_replaced(saved, tmp_path):
+  weights, directory = saved
+  other = tmp_path / "notes"
+  other.mkdir()
+  hf.save_weights(MODEL, weights, other)  # empty
+  for content in (tmp_path / "file", tmp_path / "run" / "config.json"):
+    content.parent.mkdir(exist_ok=True)
+    content.write_text("precious")
+    target = content if content.parent == tmp_path else content.parent
+    for _ in range(2):
+      with pytest.raises(FileExistsError, match=f"{target}: not replaced, it is no directory of"):
+        hf.save_weights(MODEL, weights, target)
+    assert content.read_text() == "precious"
+  (tmp_path / "link").symlink_to(directory)
+  for change in (1, 2):
+    more = jax.tree.map(lambda w, change=change: w + change, weights)
+    hf.save_weights(MODEL, more, tmp_path / "link")
+    assert_same(hf.load_weights(MODEL, directory), more)
+  names = sorted(path.name for path in tmp_path.iterdir())
+  assert (tmp_path / "link").is_symlink() and names == ["file", "link", "model", "notes", "run"]
 
 
 @pytest.mark.parametrize(
