@@ -85,6 +85,7 @@ CASES = {
   "deepseek_v3_direct": ("DeepseekV3", DEEPSEEK | {
     "n_routed_experts": 5, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
     "q_lora_rank": None, "v_head_dim": 12, "norm_topk_prob": False, "num_hidden_layers": 3,
+    "n_shared_experts": 0,
   }),
   "qwen3_5": ("Qwen3_5", QWEN3_5_DENSE | {
     "layer_types": [DELTA, FULL] * 2, "num_hidden_layers": 4, "max_position_embeddings": 256,
@@ -136,9 +137,11 @@ def narrow(model) -> None:
 
 
 def gradients(model) -> dict[str, np.ndarray]:
-  """By the names of the file, where each expert has tensors of its own."""
+  """By the names of the file, where each expert has tensors of its own; of what has numbers."""
   found = {}
   for name, value in model.named_parameters():
+    if not value.numel():
+      continue
     grad = torch.zeros_like(value) if value.grad is None else value.grad
     if match := re.fullmatch(r"(.*mlp\.experts)\.gate_up_proj", name):
       for expert, both in enumerate(grad):
