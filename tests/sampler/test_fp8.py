@@ -1,6 +1,7 @@
 """Weights, products and cache in FP8 in the embedded engine, against the model in float32."""
 
 import asyncio
+import dataclasses
 
 import fiddle as fdl
 import jax
@@ -8,13 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from agentrl_jax.models import attention, precision
+from agentrl_jax.models import attention, llama, precision
 from agentrl_jax.models.precision import Fp8
 from agentrl_jax.ops.quantize import OCP
+from agentrl_jax.sampler.engine import EmbeddedEngine
 from agentrl_jax.sampler.placement import SamplerFp8, own_copy
 from configs import tiny_rl, use_fp8_products, use_fp8_sampler, use_sglang
 from tests.reference import quantize as reference
-from tests.sampler.test_engine import FEW_SHOT, MODEL, _engine, _generate, _params, _weights
+from tests.sampler.test_engine import (
+  CONFIG,
+  FEW_SHOT,
+  MODEL,
+  _engine,
+  _gather,
+  _generate,
+  _params,
+  _weights,
+)
 
 
 def test_cached_keys_and_values_have_a_scale_a_position_and_head():
@@ -66,6 +77,45 @@ def test_an_engine_in_fp8_samples_from_nearly_the_same_policy(fp8):
   asyncio.run(engine.load(_weights(1), 1))
   again = _generate(engine, FEW_SHOT, _params(seed=3))
   assert set(again.version) == {1}
+
+
+def test_reuse_copies_and_loads_of_long_streams_give_what_a_new_engine_does():
+  """Cached in FP8, several chunks long: one stream continued, then four copies of it, and the last
+  goes on with other weights. A sum in another order may move a cached number to its neighbour.
+  """
+  model = llama.bind(dataclasses.replace(CONFIG, max_position=1024))
+  options = {"slots": 4, "context": 1024, "seed": 1, "prefill_tokens": 256}
+
+  def engine(weights):
+    return EmbeddedEngine(model, weights, **options, fp8=SamplerFp8(cache=True))
+
+  weights, prompt = _weights(), np.random.default_rng(0).integers(0, 97, 600).tolist()
+  used = engine(weights)
+  prompt += _generate(used, prompt, _params(new=64)).ids.tolist()
+  made = _gather(used, [prompt] * 4, [_params(seed=i, new=64) for i in range(4)])
+  assert used.counters["reused_tokens"] > 4 * 600
+  for seed in (0, 3):
+    _assert_near(made[seed], _generate(engine(weights), prompt, _params(seed=seed, new=64)))
+
+  async def load_in_the_middle():
+    call = asyncio.ensure_future(used.generate("last", prompt, _params(seed=5, new=100)))
+    while used.counters["sampled_tokens"] < before + 40:
+      await asyncio.sleep(0)
+    await used.load(_weights(1), 1)
+    return await call
+
+  before = used.counters["sampled_tokens"]
+  last = asyncio.run(load_in_the_middle())
+  first = int((last.version == 0).sum())
+  assert 40 <= first < 100
+  rest = [*prompt, *last.ids[:first].tolist()]
+  fresh = _generate(engine(_weights(1)), rest, _params(seed=5, new=100 - first))
+  _assert_near(last, fresh, first)
+
+
+def _assert_near(made, expected, first=0):
+  np.testing.assert_array_equal(made.ids[first:], expected.ids)
+  np.testing.assert_allclose(made.logp[first:], expected.logp, atol=2e-3)
 
 
 def _score(weights):
