@@ -61,8 +61,7 @@ class TensorFiles:
   Raises:
     FileNotFoundError: neither an index nor a single file is there, or the index names a missing
       file.
-    ValueError: an index or a file that is broken, or without index a tensor in two files, by its
-      path.
+    ValueError: an index or a file that is broken, or a tensor in two files, by its path.
   """
 
   def __init__(self, directory: PathLike, *, single: str = SINGLE_NAME, indexed: bool = True):
@@ -79,6 +78,9 @@ class TensorFiles:
       places = read_object(index).get("weight_map")
       if not isinstance(places, dict):
         raise ValueError(f"{index}: weight_map is {places!r}, expected the file of each tensor")
+      if wrong := [tensor for tensor, name in places.items() if not isinstance(name, str)]:
+        found = places[wrong[0]]
+        raise ValueError(f"{index}: weight_map of {wrong[0]} is {found!r}, expected a file's name")
       names = sorted(set(places.values()))
     elif alone.is_file():
       names = [single]
@@ -93,8 +95,9 @@ class TensorFiles:
         handle = safetensors.safe_open(path, framework="numpy")
       except safetensors.SafetensorError as error:
         raise ValueError(f"{path}: not a whole safetensors file: {error}") from error
-      if not indexed and (twice := set(self._files).intersection(handle.keys())):
-        raise ValueError(f"{path}: {min(twice)} is in another file, too")
+      if twice := set(self._files).intersection(handle.keys()):
+        other = self._paths[min(twice)].name
+        raise ValueError(f"{path}: {min(twice)} is in another file, too, {other}")
       self._files |= {tensor: handle for tensor in handle.keys()}  # noqa: SIM118 (not a mapping)
       self._paths |= {tensor: path for tensor in handle.keys()}  # noqa: SIM118
 
@@ -122,7 +125,7 @@ class TensorFiles:
     stored = self.stored(name)
     if stored not in _DTYPES:
       raise ValueError(
-        f"{self.directory}: {name} is stored as {stored}, expected {sorted(_DTYPES)}"
+        f"{self._paths[name]}: {name} is stored as {stored}, expected {sorted(_DTYPES)}"
       )
     return _DTYPES[stored]
 

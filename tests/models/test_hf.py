@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from agentrl_jax.models import checkpoint_files, gemma3, hf, hf_config, layers, llama, qwen2, qwen3
 from agentrl_jax.models.checkpoint_files import TensorEntry, TensorFiles, write_tensors
@@ -357,6 +358,7 @@ def test_tensors_refused_by_name(saved, change, message):
     (checkpoint_files.SINGLE_NAME, None, "model.safetensors: not a whole safetensors file: "),
     (checkpoint_files.INDEX_NAME, b"{}", "index.json: weight_map is None, expected the file of"),
     (checkpoint_files.INDEX_NAME, b"{", "index.json: not JSON: "),
+    (checkpoint_files.INDEX_NAME, b'{"weight_map": {"x": 3}}', "weight_map of x is 3, expected a"),
   ],
 )
 def test_broken_files_are_named(saved, name, content, message):
@@ -366,6 +368,28 @@ def test_broken_files_are_named(saved, name, content, message):
   with pytest.raises(ValueError) as raised:
     hf.load_weights(hf.load_model(directory), directory)
   assert str(path) in str(raised.value) and message in str(raised.value)
+
+
+def test_broken_shards_are_named_with_their_tensors(saved):
+  _, directory = saved
+  files = TensorFiles(directory)
+  arrays = {name: files.read(name) for name in sorted(files.names())}
+  entries = [TensorEntry(k, v.shape, v.dtype, lambda v=v: v) for k, v in arrays.items()]
+  write_tensors(directory, entries, max_file_bytes=1200)
+  *_, before, last = sorted(directory.glob("model-*"))
+  whole, own = last.read_bytes(), load_file(last)
+  name = max(own)
+  twice = next(iter(load_file(before)))
+  for change, message in (
+    ({twice: arrays[twice] + 1}, f"{twice} is in another file, too, {before.name}"),
+    ({name: arrays[name].astype(np.int8)}, f"{name} is stored as I8, expected "),
+  ):
+    save_file(own | change, last)
+    with pytest.raises(ValueError, match=f"{last.name}: {message}"):
+      hf.load_weights(MODEL, directory)
+  last.write_bytes(whole[:-1])
+  with pytest.raises(ValueError, match=f"{last.name}: not a whole safetensors file: "):
+    hf.load_weights(MODEL, directory)
 
 
 def test_old_buffers_and_copies_of_a_tied_head_are_passed_over(tmp_path):
