@@ -294,12 +294,9 @@ class _SGLang:
     """Nothing: SGLang's samples depend on timing, so no two runs of it are equal anyway."""
 
   async def close(self) -> None:
-    end = functools.partial(asyncio.to_thread, self.server.close)
-    try:
-      await close_all(self.publisher.close, self.engine.close, end)
-    finally:
-      if self.window is not None:
-        self.window.close()
+    owned = [self.server] if self.window is None else [self.server, self.window]
+    ends = [functools.partial(asyncio.to_thread, part.close) for part in owned]
+    await close_all(self.publisher.close, self.engine.close, *ends)
 
 
 async def close_all(*closes: Callable[[], Awaitable[None]]) -> None:

@@ -121,8 +121,7 @@ def plan(
     quantized: how to make the targets whose dtype is an FP8 one. Their scales become targets, too.
   Raises:
     ValueError: naming the tensor: a name too long, no assembly, no source, repeated, other shape,
-      overlapping or
-      incomplete shards, a dtype that cannot be converted, a shard that cuts a block.
+      overlapping or incomplete shards, a dtype that cannot be converted, a shard that cuts a block.
   """
   if bucket_bytes < 1 or align < 1:
     raise ValueError(f"bucket_bytes is {bucket_bytes} and align {align}, expected at least 1")
